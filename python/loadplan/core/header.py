@@ -1,0 +1,238 @@
+"""What one safetensors file holds and where, read from its header alone.
+
+The verdict on a file, the names, their order, dtypes and shapes are official
+safetensors'. It does not tell byte ranges: they are the running sum of the
+tensors' sizes, and the sum must end where the file ends.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import dataclasses
+import json
+import os
+import stat
+from collections.abc import Sequence
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+INDEX_NAME = "model.safetensors.index.json"
+
+# The file starts with the header's length as a little-endian 64-bit integer
+# (https://github.com/huggingface/safetensors, README, "Format").
+_LENGTH_BYTES = 8
+
+# Bits per element and torch's name of the dtype, by its name in the header. None:
+# torch has no such dtype, so official safetensors lists the tensor and cannot load it.
+_DTYPES: dict[str, tuple[int, str | None]] = {
+    "BOOL": (8, "bool"),
+    "U8": (8, "uint8"),
+    "I8": (8, "int8"),
+    "U16": (16, "uint16"),
+    "I16": (16, "int16"),
+    "U32": (32, "uint32"),
+    "I32": (32, "int32"),
+    "U64": (64, "uint64"),
+    "I64": (64, "int64"),
+    "F16": (16, "float16"),
+    "BF16": (16, "bfloat16"),
+    "F32": (32, "float32"),
+    "F64": (64, "float64"),
+    "C64": (64, "complex64"),
+    "F8_E4M3": (8, "float8_e4m3fn"),
+    "F8_E5M2": (8, "float8_e5m2"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "F6_E2M3": (6, None),
+    "F6_E3M2": (6, None),
+    # Two values share a byte, so torch's last dimension is half the header's.
+    "F4": (4, "float4_e2m1fn_x2"),
+}
+
+# Network file systems answer slowly, one request after the other.
+_HEADER_THREADS = 16
+
+# statfs(2) f_type of the file systems that live in memory.
+_IN_MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)  # tmpfs, ramfs
+
+
+class LoadPlanError(ValueError):
+    """A checkpoint or a request that cannot be loaded as it is.
+
+    The text names the file and the tensor, what was found, what was expected and
+    the way out.
+    """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorHeader:
+    """One tensor of a file.
+
+    ``dtype`` and ``shape`` are the header's own (an F4 shape counts values, not
+    bytes); ``begin`` and ``end`` are offsets in bytes from the start of the file.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def is_sub_byte(self) -> bool:
+        return _DTYPES[self.dtype][0] < 8
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype official safetensors loads this as, None if it cannot."""
+        bits, name = _DTYPES[self.dtype]
+        # A packed dtype needs whole bytes in its last dimension.
+        if name is None or (bits < 8 and self.shape[-1] * bits % 8):
+            return None
+        return getattr(torch, name, None)
+
+    @property
+    def torch_shape(self) -> tuple[int, ...]:
+        """The shape official safetensors loads this as: packed for sub-byte dtypes."""
+        if not self.is_sub_byte:
+            return self.shape
+        return (*self.shape[:-1], self.shape[-1] * _DTYPES[self.dtype][0] // 8)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FileHeader:
+    """One shard: its tensors in the order of their bytes.
+
+    ``identity`` is the device and inode, equal for two links to one file;
+    ``in_memory`` tells tmpfs and ramfs from everything else; ``size`` is in bytes.
+    """
+
+    path: str
+    size: int
+    identity: tuple[int, int]
+    in_memory: bool
+    metadata: dict[str, str] | None
+    tensors: tuple[TensorHeader, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def read_header(path: str) -> FileHeader:
+    """Read and check the header of ``path``; no payload is read.
+
+    Raises:
+        LoadPlanError: not a regular file, refused by official safetensors, or
+            changed while it was read.
+        FileNotFoundError: there is no such file, or the link dangles.
+    """
+    status = os.stat(path)
+    # Opening a FIFO or a device would block or have effects.
+    if not stat.S_ISREG(status.st_mode):
+        raise LoadPlanError(
+            f"{path}: not a regular file, expected a safetensors shard; "
+            "replace it or remove it from the checkpoint"
+        )
+    try:
+        with safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata()
+            entries = []
+            for name in opened.offset_keys():
+                view = opened.get_slice(name)
+                entries.append((name, view.get_dtype(), tuple(view.get_shape())))
+    except SafetensorError as error:
+        raise LoadPlanError(
+            f"{path}: refused by safetensors: {error}; download the file again"
+        ) from error
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    begin = payload = _LENGTH_BYTES + length
+    tensors = []
+    for name, dtype, shape in entries:
+        end = begin + _nbytes(path, name=name, dtype=dtype, shape=shape)
+        tensors.append(
+            TensorHeader(name=name, dtype=dtype, shape=shape, begin=begin, end=end)
+        )
+        begin = end
+    if begin != status.st_size:
+        raise LoadPlanError(
+            f"{path}: {len(tensors)} tensors of {begin - payload} B end at byte "
+            f"{begin} of {status.st_size} B, expected the end of the file; "
+            "is something still writing it?"
+        )
+    return FileHeader(
+        path=path,
+        size=status.st_size,
+        identity=(status.st_dev, status.st_ino),
+        in_memory=_is_in_memory(path),
+        metadata=metadata,
+        tensors=tuple(tensors),
+    )
+
+
+def read_headers(paths: Sequence[str]) -> list[FileHeader]:
+    """Read the headers of ``paths``, in that order, several files at a time."""
+    with concurrent.futures.ThreadPoolExecutor(_HEADER_THREADS) as pool:
+        return list(pool.map(read_header, paths))
+
+
+def read_index(folder: str) -> dict[str, str] | None:
+    """Map each tensor name of the checkpoint's index to a path, None without index.
+
+    Raises:
+        LoadPlanError: the index is no index, or it names a file outside ``folder``.
+    """
+    path = os.path.join(folder, INDEX_NAME)
+    try:
+        with open(path, encoding="utf-8") as file:
+            weight_map = json.load(file)["weight_map"]
+        shards = set(weight_map.values())
+        if not all(isinstance(shard, str) for shard in shards):
+            raise TypeError("a shard is not a string")
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LoadPlanError(
+            f"{path}: not an index ({type(error).__name__}: {error}), expected a JSON "
+            "object whose weight_map maps tensor names to shards; download it again"
+        ) from error
+    for shard in shards:
+        # An index comes with the checkpoint and must not choose other files to read.
+        if os.path.isabs(shard) or ".." in shard.split("/"):
+            raise LoadPlanError(
+                f"{path}: names shard {shard!r}, expected a path inside the "
+                "checkpoint's folder; do not load this checkpoint"
+            )
+    paths = {shard: os.path.join(folder, shard) for shard in shards}
+    return {name: paths[shard] for name, shard in weight_map.items()}
+
+
+def _nbytes(path: str, *, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    if dtype not in _DTYPES:
+        raise LoadPlanError(
+            f"{path}: tensor {name!r} has dtype {dtype!r}, expected one of "
+            f"{sorted(_DTYPES)}; update loadplan"
+        )
+    bits = _DTYPES[dtype][0]
+    for size in shape:
+        bits *= size
+    return bits // 8
+
+
+def _is_in_memory(path: str) -> bool:
+    # os.statvfs does not tell the type; it is the first word of struct statfs, which
+    # is 120 bytes on the 64-bit Linux machines that GPUs sit in.
+    buffer = (ctypes.c_long * 32)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.statfs(os.fsencode(path), buffer) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), path)
+    return buffer[0] & 0xFFFFFFFF in _IN_MEMORY_FILE_SYSTEMS

@@ -1,0 +1,10 @@
+"""Let tests import the helpers that lie beside them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+for folder in ("loadplan", "gpu", "proof", "registered/unit/model_loader"):
+    sys.path.insert(0, str(HERE / folder))
