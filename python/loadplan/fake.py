@@ -1,0 +1,242 @@
+"""A machine without a GPU that looks enough like one to run a whole load.
+
+For `loadplan load` and the tests only. "The device" is a set of CPU storages that a
+`Record` knows: those the InstantTensor stub yields and those READ moves. A tensor
+computed from a placed one is NOT on the device here, a view of it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from . import fake_instanttensor
+
+DEFAULT_FREE_MEMORY = 80 * 1024**3
+_CUDA_ERROR_MEMORY_ALLOCATION = 2
+_STUB = "instanttensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the stub's `safe_open`.
+
+    `files` is in the caller's order (the library sorts the list); `kwargs` holds the
+    further keyword arguments that were really passed, without `framework`.
+    """
+
+    files: tuple[str, ...]
+    device: int | str | torch.device
+    process_group: dist.ProcessGroup | None
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HostRegistration:
+    """One cudaHostRegister: address, bytes, flags and the CUDA error returned."""
+
+    address: int
+    nbytes: int
+    flags: int
+    error: int
+
+
+class Record:
+    """What a load did: calls, yielded names, host registrations, device storages.
+
+    It keeps no tensor alive. Safe to use from several threads.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.names: list[str] = []
+        self.host_registrations: list[HostRegistration] = []
+        # A weak reference keeps the (small) storage object, not its bytes, so its
+        # identity cannot be taken by a new storage while the entry stands.
+        self._placed: dict[int, StorageWeakRef] = {}
+        self._sweep_at = 1024
+        self._lock = threading.Lock()
+
+    def note_call(self, **fields: Any) -> None:
+        """Append a `Call`; for the stub."""
+        self.calls.append(Call(**fields))
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Record the storage of `tensor` as device memory and return `tensor`."""
+        reference = StorageWeakRef(tensor.untyped_storage())
+        with self._lock:
+            self._placed[reference.cdata] = reference
+            if len(self._placed) > self._sweep_at:
+                self._placed = {
+                    key: ref for key, ref in self._placed.items() if not ref.expired()
+                }
+                self._sweep_at = max(1024, 2 * len(self._placed))
+        return tensor
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is, or is a view of, a tensor that was placed.
+
+        The storage object decides, not its address, so a zero-byte tensor is on the
+        device exactly when it was put there.
+        """
+        with self._lock:
+            return StorageWeakRef(tensor.untyped_storage()).cdata in self._placed
+
+
+def make_module(
+    version: str = "0.2.2",
+    *,
+    record: Record | None = None,
+    free_memory: int = DEFAULT_FREE_MEMORY,
+) -> types.ModuleType:
+    """Build the InstantTensor stub of one release ("0.2.2" or "0.1.9").
+
+    Args:
+        version: The release to imitate, faults included.
+        record: Takes calls, names and placed storages; a new one if None.
+        free_memory: Free memory of the pretended device, in bytes.
+
+    Raises:
+        ValueError: For a release that the stub does not know.
+    """
+    return fake_instanttensor.make_module(
+        version,
+        record=Record() if record is None else record,
+        free_memory=free_memory,
+    )
+
+
+@contextlib.contextmanager
+def fake_gpu(
+    *,
+    version: str = "0.2.2",
+    free_memory: int = DEFAULT_FREE_MEMORY,
+    host_register_limit: int | None = None,
+    record: Record | None = None,
+) -> Iterator[Record]:
+    """Pretend for a `with` block that CUDA device 0 and InstantTensor are here.
+
+    Replaced and put back: `sys.modules["instanttensor"]`, `torch.cuda.current_device`
+    and `torch.cuda.cudart`, READ's `to_device`; where SGLang can be imported also its
+    platform's device and its query of how the GPU reads host memory. Whatever code is
+    imported inside the block stays imported.
+
+    Args:
+        version: The InstantTensor release to imitate, "0.2.2" or "0.1.9".
+        free_memory: Free memory of the pretended device, in bytes.
+        host_register_limit: Registrations of more bytes fail, as under a locked-memory
+            limit; None lets all succeed.
+        record: Record to continue; a new one if None.
+
+    Yields:
+        The record.
+    """
+    record = Record() if record is None else record
+    stub = make_module(version, record=record, free_memory=free_memory)
+
+    def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return record.place(host.clone())
+
+    cudart = _Cudart(record, host_register_limit)
+    # Imported before anything is patched: an import must not see a half-made GPU.
+    patches = [
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "cudart", lambda: cudart),
+        *((read, "to_device", to_device) for read in _read_modules()),
+        *_sglang_patches(),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_loaded(_STUB, stub))
+        for owner, name, value in patches:
+            stack.enter_context(_attribute(owner, name, value))
+        yield record
+
+
+class _Cudart:
+    """The part of `torch.cuda.cudart()` that pins memory which is already mapped."""
+
+    def __init__(self, record: Record, limit: int | None) -> None:
+        self._record = record
+        self._limit = limit
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        fails = self._limit is not None and nbytes > self._limit
+        error = _CUDA_ERROR_MEMORY_ALLOCATION if fails else 0
+        self._record.host_registrations.append(
+            HostRegistration(address, nbytes, flags, error)
+        )
+        return error
+
+
+def _read_modules() -> list[types.ModuleType]:
+    """READ twice: the library's, and the copy in an engine that is patched."""
+    names = ["loadplan.core.read"]
+    if _sglang_platforms() is not None:
+        names.append("sglang.srt.model_loader.loadplan.read")
+    return [module for name in names if (module := _module(name)) is not None]
+
+
+def _sglang_platforms() -> types.ModuleType | None:
+    return _module("sglang.srt.platforms")
+
+
+def _sglang_patches() -> list[tuple[Any, str, Any]]:
+    platforms = _sglang_platforms()
+    if platforms is None:
+        return []
+    engram = importlib.import_module("sglang.srt.layers.engram")
+    platform = platforms.current_platform
+    return [
+        (platform, "device_type", "cuda"),
+        (platform, "get_device", lambda device_id=0: torch.device("cuda", device_id)),
+        # Only a sort order hangs on it, and asking needs the CUDA driver.
+        (engram, "_sorted_host_reads", lambda device: False),
+    ]
+
+
+def _module(name: str) -> types.ModuleType | None:
+    """Import `name`; None where it, or a package that holds it, is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
+
+
+@contextlib.contextmanager
+def _loaded(name: str, module: types.ModuleType) -> Iterator[None]:
+    # Not mock.patch.dict: it would also forget every module imported meanwhile.
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+
+
+@contextlib.contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `owner.name`; afterwards restore it, or remove it if a class provides it."""
+    present, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if present:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
