@@ -1,0 +1,39 @@
+# Everything that the README names: set-up, demo, tests, lint.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := PYTHONPATH=$(CURDIR)/python $(VENV)/bin/python
+ENGINE := build/engines/sglang
+
+# The set-up is redone where its inputs changed, and after the checkout moved.
+STAMP := $(VENV)/.stamp-$(shell (cat requirements.txt pyproject.toml; pwd) | sha256sum | cut -c1-16)
+
+.PHONY: setup demo test lint patches clean
+
+setup: $(STAMP)
+	$(RUN) tools/engine_trees.py
+
+$(STAMP): requirements.txt pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+demo: setup
+	rm -rf build/demo
+	$(RUN) -m loadplan synth build/demo --size 64M --mixed-engram
+	$(RUN) -m loadplan load build/demo --engine-dir $(ENGINE)/patched
+
+# pytest's closing line stays the last one.
+test: setup
+	PYTHONPATH=$(CURDIR)/$(ENGINE)/patched:$(CURDIR)/python $(VENV)/bin/python -m pytest -q test
+
+lint: $(STAMP)
+	$(VENV)/bin/python -m pre_commit run --all-files --show-diff-on-failure
+
+# Write the patches and their hashes from the edited tree $(ENGINE)/patched.
+patches: $(STAMP)
+	$(RUN) tools/refresh_patches.py sglang
+
+clean:
+	rm -rf build

@@ -1,0 +1,87 @@
+"""Lay out every pinned engine under build/engines: a pristine tree and a patched one.
+
+Safe to run again: a finished tree is left alone, an unfinished one is made anew.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from loadplan.engines import Target, load_targets
+from loadplan.patching import FileState, commit, file_states, plan_apply
+
+BUILD = Path(__file__).resolve().parents[1] / "build"
+
+
+def main() -> None:
+    for target in load_targets().values():
+        folder = BUILD / "engines" / target.name
+        pristine, patched = folder / "pristine", folder / "patched"
+        if not _has_release(target, pristine):
+            _unpack(_wheel(target), pristine)
+        if not _is_patched(target, patched):
+            _copy_patched(target, pristine, patched)
+        print(f"{target.name} {target.version}: {pristine} and {patched}")
+
+
+def _has_release(target: Target, tree: Path) -> bool:
+    return (tree / f"{target.package}-{target.version}.dist-info").is_dir()
+
+
+def _is_patched(target: Target, tree: Path) -> bool:
+    if not _has_release(target, tree):
+        return False
+    states = file_states(target, tree)
+    return all(state is FileState.PATCHED for state in states.values())
+
+
+def _wheel(target: Target) -> Path:
+    wheels = BUILD / "wheels"
+    pattern = f"{target.package}-{target.version}-*.whl"
+    if not any(wheels.glob(pattern)):
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--disable-pip-version-check", "--only-binary", ":all:"]
+        command += ["--dest", str(wheels), f"{target.name}=={target.version}"]
+        subprocess.run(command, check=True)
+    return next(wheels.glob(pattern))
+
+
+def _unpack(wheel: Path, tree: Path) -> None:
+    tree.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=tree.parent) as scratch:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(scratch)
+        _replace(Path(scratch), tree)
+
+
+def _copy_patched(target: Target, pristine: Path, patched: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=patched.parent) as scratch:
+        # Hard links: apply replaces files, it never writes into them.
+        shutil.copytree(
+            pristine,
+            Path(scratch) / "tree",
+            copy_function=os.link,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+        commit(Path(scratch) / "tree", plan_apply(target, Path(scratch) / "tree"))
+        _replace(Path(scratch) / "tree", patched)
+
+
+def _replace(source: Path, destination: Path) -> None:
+    shutil.rmtree(destination, ignore_errors=True)
+    destination.mkdir()
+    # A rename is one step: the destination is empty or whole.
+    source.chmod(0o755)
+    source.rename(destination)
+    if not source.exists():
+        source.mkdir()  # TemporaryDirectory removes it
+
+
+if __name__ == "__main__":
+    main()
