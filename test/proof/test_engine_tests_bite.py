@@ -1,0 +1,121 @@
+"""The engine tests can fail: on the pristine engine, and without any single hunk.
+
+Each case runs the engine tests in a process of its own on a tree of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadplan.engines import find_target
+from loadplan.patching import Patch, apply_hunks, read_series
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = find_target("sglang")
+TREES = ROOT / "build" / "engines" / TARGET.name
+
+pytestmark = pytest.mark.proof
+
+
+def named_tests(patch: Patch) -> list[str]:
+    """The test files that the patch's header names."""
+    lines = patch.header.splitlines()
+    return [line.split()[1] for line in lines if line.startswith("Tests: ")]
+
+
+def all_tests() -> list[str]:
+    return [test for patch in read_series(TARGET) for test in named_tests(patch)]
+
+
+def run_tests(
+    tree: Path, tests: list[str], *options: str
+) -> subprocess.CompletedProcess:
+    folders = [tree, ROOT / "python", Path(__file__).parent]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += [*options, *tests]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+def without(patch: Patch, path: str, index: int) -> Patch:
+    """``patch`` less one hunk; the hunks behind it keep their old line numbers."""
+    hunks = patch.hunks[path]
+    kept = {**patch.hunks, path: hunks[:index] + hunks[index + 1 :]}
+    return dataclasses.replace(patch, hunks=kept)
+
+
+def hunks() -> list[tuple[str, str, int]]:
+    return [
+        (patch.name, path, index)
+        for patch in read_series(TARGET)
+        for path, found in patch.hunks.items()
+        for index in range(len(found))
+    ]
+
+
+def test_engine_tests_are_marked_and_every_patch_names_some() -> None:
+    """Red when a test file is in no patch's header, or a patch names no test."""
+    named = all_tests()
+    assert all(named_tests(patch) for patch in read_series(TARGET))
+    present = (ROOT / "test" / "registered").rglob("test_*.py")
+    assert sorted(named) == sorted(p.relative_to(ROOT).as_posix() for p in present)
+
+
+def test_on_the_pristine_engine_features_fail_by_assertion_and_guards_pass(
+    tmp_path: Path,
+) -> None:
+    """Red when a feature test passes without the feature, or fails by accident."""
+    written = tmp_path / "outcomes.json"
+    plugin = ["-p", "outcomes", "--outcomes", str(written)]
+    result = run_tests(TREES / "pristine", all_tests(), *plugin)
+    assert written.exists(), result.stdout + result.stderr
+    wrong = {}
+    for test, entry in json.loads(written.read_text()).items():
+        kinds = {"feature", "guard"}.intersection(entry["markers"])
+        failed_by_assertion = set(entry["errors"]) <= {"AssertionError", "Failed"}
+        if kinds == {"guard"}:
+            right = entry["outcome"] == "passed"
+        else:
+            right = (
+                kinds == {"feature"}
+                and entry["outcome"] == "failed"
+                and failed_by_assertion
+            )
+        if not right:
+            wrong[test] = entry
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(("name", "path", "index"), hunks())
+def test_without_one_hunk_an_engine_test_fails(
+    tmp_path: Path, name: str, path: str, index: int
+) -> None:
+    """Red when a hunk does nothing that a test sees."""
+    tree = tmp_path / "tree"
+    shutil.copytree(TREES / "patched", tree, copy_function=os.link)
+    series = read_series(TARGET)
+    relative = path.removeprefix(TARGET.prefix)
+    text = (TREES / "pristine" / relative).read_text()
+    for patch in series:
+        if patch.name == name:
+            patch = without(patch, path, index)
+        text = apply_hunks(text, patch.hunks.get(path, ()), label=patch.name)
+    (tree / relative).unlink()
+    (tree / relative).write_text(text)
+    (patch,) = [patch for patch in series if patch.name == name]
+    result = run_tests(tree, named_tests(patch), "-x")
+    if result.returncode == 0:
+        result = run_tests(
+            tree, [t for t in all_tests() if t not in named_tests(patch)]
+        )
+    assert result.returncode != 0, f"no test notices {name} {path} hunk {index}"
