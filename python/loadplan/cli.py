@@ -1,0 +1,332 @@
+"""The ``loadplan`` command.
+
+Exit codes: 0 done, 1 an error or bytes that differ, 2 a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from . import engines, patching
+from .core import VERSION, LoadPlanError
+
+_DEFAULT_ENGRAM = '{"placement": "cpu"}'
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+_DESCRIPTION = """\
+Send every tensor of a checkpoint straight to where it will live.
+
+loadplan patches an installed engine so that --load-format instanttensor keeps
+host-resident weights (DeepSeek-V4.1's Engram tables) off the GPU.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        # Ours and the engine's: their text is for the user, a traceback is a bug.
+        print(f"ERROR {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("ERROR interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _command(argparse.ArgumentParser, prog="loadplan", text=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"loadplan {VERSION}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    for name, run, summary in (
+        ("apply", _apply, "patch an engine, whole or not at all"),
+        ("revert", _revert, "take the patches back, byte for byte"),
+        ("status", _status, "say which files are pristine, patched or unknown"),
+    ):
+        command = _command(
+            commands.add_parser,
+            name,
+            help=summary,
+            text=f"{summary.capitalize()}.\n\nExample:\n"
+            f"  loadplan {name} sglang\n"
+            f"  loadplan {name} sglang --target build/engines/sglang/patched",
+        )
+        command.add_argument("engine", help=f"one of {sorted(engines.load_targets())}")
+        command.add_argument(
+            "--target",
+            type=Path,
+            metavar="DIR",
+            help="an unpacked wheel, a site-packages folder or a source checkout "
+            "(default: the engine that this Python imports)",
+        )
+        if name == "status":
+            command.add_argument("--json", action="store_true", help="for machines")
+        command.set_defaults(run=run)
+
+    command = _command(
+        commands.add_parser,
+        "synth",
+        help="make a checkpoint in the shape of DeepSeek-V4.1",
+        text="Make a checkpoint in the shape of DeepSeek-V4.1: its names, dtypes and "
+        "files.\n\nEvery byte follows from --seed, so that a load can be checked "
+        "without it.\n\nExample:\n  loadplan synth /data/v41 --size 24G --mixed-engram",
+    )
+    command.add_argument("out", type=Path, help="a folder that is empty or absent")
+    command.add_argument("--size", type=_size, default="64M", help="bytes, like 64M")
+    command.add_argument("--engram-fraction", type=float, metavar="F", default=0.4)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--shards", type=int, help="how many files")
+    command.add_argument(
+        "--mixed-engram",
+        action="store_true",
+        help="put the Engram tables into files that hold other tensors too",
+    )
+    command.add_argument("--no-index", action="store_true")
+    command.add_argument("--no-draft", action="store_true")
+    command.set_defaults(run=_synth)
+
+    command = _command(
+        commands.add_parser,
+        "load",
+        help="load a checkpoint through the patched engine and check every byte",
+        text="Load a checkpoint through the patched engine's own loader and check "
+        "every byte.\n\nUses InstantTensor where there is a GPU, else a stub of it.\n\n"
+        'Example:\n  loadplan load /data/v41 --engram-config \'{"placement": "cpu"}\'',
+    )
+    command.add_argument("checkpoint", type=Path)
+    command.add_argument("--engine", default="sglang", help="default: sglang")
+    command.add_argument(
+        "--engine-dir",
+        type=Path,
+        metavar="DIR",
+        help="where the patched engine lies (default: the one this Python imports)",
+    )
+    command.add_argument(
+        "--engram-config",
+        default=_DEFAULT_ENGRAM,
+        metavar="JSON",
+        help=f"as for the server (default: {_DEFAULT_ENGRAM})",
+    )
+    command.add_argument("--json", action="store_true", help="for machines")
+    command.set_defaults(run=_load)
+    return parser
+
+
+def _command(make, *args, text: str, **kwargs) -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    return make(*args, description=text, formatter_class=formatter, **kwargs)
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected one like 24G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _locate(arguments: argparse.Namespace) -> tuple[engines.Target, Path]:
+    target = engines.find_target(arguments.engine)
+    if arguments.target is not None:
+        root = engines.find_root(target, arguments.target)
+    else:
+        root = engines.importable_root(target)
+        if root is None:
+            raise LoadPlanError(
+                f"{target.name} is not installed for {sys.executable}; run loadplan "
+                "with the engine's Python or name a folder by --target"
+            )
+    return target, root
+
+
+def _apply(arguments: argparse.Namespace) -> int:
+    target, root = _locate(arguments)
+    engines.check_version(target, root)
+    edits = patching.plan_apply(target, root)
+    patching.commit(root, edits)
+    changed = f"{len(edits)} files changed" if edits else "was patched already"
+    print(f"{target.name} {target.version} in {root}: patched, {changed}")
+    return 0
+
+
+def _revert(arguments: argparse.Namespace) -> int:
+    target, root = _locate(arguments)
+    engines.check_version(target, root)
+    edits = patching.plan_revert(target, root)
+    patching.commit(root, edits)
+    changed = f"{len(edits)} files changed" if edits else "was pristine already"
+    print(f"{target.name} {target.version} in {root}: pristine, {changed}")
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    target, root = _locate(arguments)
+    states = patching.file_states(target, root)
+    if arguments.json:
+        files = {path: state.value for path, state in states.items()}
+        report = {"engine": target.name, "version": target.version, "files": files}
+        print(json.dumps(report | {"root": str(root)}, indent=2))
+    else:
+        print(f"{target.name} {target.version} in {root}")
+        for path, state in states.items():
+            print(f"  {state.value:9} {path}")
+    return 0
+
+
+def _synth(arguments: argparse.Namespace) -> int:
+    from . import synth
+
+    options = synth.SynthOptions(
+        size=arguments.size,
+        engram_fraction=arguments.engram_fraction,
+        seed=arguments.seed,
+        mixed_engram=arguments.mixed_engram,
+        index=not arguments.no_index,
+        draft=not arguments.no_draft,
+        shards=arguments.shards,
+    )
+    shards = synth.layout(options)
+    total = sum(shard.nbytes for shard in shards)
+    with _progress(Console(stderr=True)) as progress:
+        task = progress.add_task("Writing", total=total)
+        synth.synthesize(
+            arguments.out,
+            options,
+            progress=lambda nbytes: progress.advance(task, nbytes),
+        )
+    print(f"{arguments.out}: {len(shards)} shards, {_gib(total)}, seed {options.seed}")
+    return 0
+
+
+def _load(arguments: argparse.Namespace) -> int:
+    from . import load
+
+    load.check_checkpoint(arguments.checkpoint)
+    target = engines.find_target(arguments.engine)
+    if arguments.engine_dir is not None:
+        root = engines.find_root(target, arguments.engine_dir).resolve()
+        sys.path.insert(0, str(root))
+    else:
+        arguments.target = None
+        root = _locate(arguments)[1]
+    if patching.FileState.PATCHED not in patching.file_states(target, root).values():
+        raise LoadPlanError(
+            f"{root}: {target.name} is not patched; 'loadplan apply {target.name}' "
+            "does that"
+        )
+    errors = Console(stderr=True)
+    with load.open_sglang(
+        arguments.checkpoint, engram_config=arguments.engram_config
+    ) as engine:
+        reader = _reader()
+        plan = engine.plan()
+        console = Console(quiet=arguments.json)
+        console.print(f"InstantTensor: {reader}")
+        console.print(f"Engram tables: {engine.tables()}")
+        console.print(_plan_table(plan))
+        with _progress(errors) as progress:
+            wanted = sum(e.tensor.nbytes for e in load.wanted_entries(plan))
+            task = progress.add_task("Loading", total=wanted)
+            report = load.run_load(
+                engine,
+                plan,
+                arguments.checkpoint,
+                reader=reader,
+                arrived=lambda nbytes: progress.advance(task, nbytes),
+            )
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(report), indent=2))
+    else:
+        _print_report(console, report)
+    if report.wrong:
+        print(
+            f"ERROR {len(report.wrong)} tensor(s) differ from {report.reference}: "
+            f"{', '.join(report.wrong[:10])}",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def _reader() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "a stub, there is no GPU here"
+    version = metadata.version("instanttensor")
+    return f"{version} on {torch.cuda.get_device_name()}"
+
+
+def _plan_table(plan) -> Table:
+    table = Table(title="The plan, from the headers alone")
+    for column in ("route", "files", "tensors", "size"):
+        table.add_column(column, justify="left" if column == "route" else "right")
+    for route, total in plan.totals().items():
+        table.add_row(
+            route.name, str(total.files), str(total.tensors), _gib(total.nbytes)
+        )
+    return table
+
+
+def _print_report(console: Console, report) -> None:
+    table = Table(title="What arrived")
+    for column in ("route", "files", "tensors", "size", "seconds", "GB/s"):
+        table.add_column(column, justify="left" if column == "route" else "right")
+    for name, route in report.routes.items():
+        rate = f"{route.nbytes / route.seconds / 1e9:.2f}" if route.seconds else "-"
+        table.add_row(
+            name.upper(),
+            str(route.files),
+            str(route.tensors),
+            _gib(route.nbytes),
+            f"{route.seconds:.2f}",
+            rate,
+        )
+    console.print(table)
+    stock = _gib(report.stock_device_bytes)
+    device = sum(
+        route.nbytes for name, route in report.routes.items() if name != "host"
+    )
+    console.print(
+        f"On the GPU: {_gib(device)}; whole files would put {stock} there. "
+        f"{report.seconds:.2f} s with checking."
+    )
+    verdict = "differs from" if report.wrong else "matches"
+    console.print(f"sha256 {report.digest}")
+    console.print(f"The digest {verdict} {report.reference}.")
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=not console.is_terminal,
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return (
+        f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+    )

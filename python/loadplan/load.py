@@ -1,0 +1,364 @@
+"""Load a checkpoint through a patched engine's own loader and prove what arrived.
+
+The engine's ``DefaultModelLoader`` yields the tensors; Engram tables go through the
+engine's ``EngramEmbedding`` into the memory that would serve them. Every tensor's bytes
+are hashed and compared with the seed of a synthetic checkpoint, or with official
+safetensors for any other.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import tqdm
+from safetensors import safe_open
+
+from . import synth
+from .core import LoadPlan, LoadPlanError, PlannedTensor, Route
+from .fake import fake_gpu
+from .placeholders import kernel_placeholders
+
+# Bytes that wait for their digest at most: they are host memory.
+_PENDING_BYTES = 1 << 30
+
+# Every digest is over pieces of this size, so that a table is never held twice.
+_PIECE = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RouteReport:
+    """What one route moved; ``seconds`` is the time its tensors took to arrive."""
+
+    files: int
+    tensors: int
+    nbytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The result of a load. ``stock_device_bytes`` is what whole files would put there.
+
+    ``digest`` is over every tensor that arrived, ``wrong`` names those whose bytes
+    differ from ``reference``, those missing and those that nobody expected.
+    """
+
+    engine: str
+    reader: str
+    routes: dict[str, RouteReport]
+    stock_device_bytes: int
+    seconds: float
+    digest: str
+    reference: str
+    wrong: tuple[str, ...]
+
+
+class Digests:
+    """SHA-256 of tensors by name, computed in the background with bounded memory."""
+
+    def __init__(self) -> None:
+        self._pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+        self._room = threading.Condition()
+        self._pending = 0
+        self._futures: dict[str, concurrent.futures.Future[str]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Hash ``tensor`` (on the CPU, unchanged until then)."""
+        nbytes = tensor.nbytes
+        with self._room:
+            self._room.wait_for(lambda: self._pending < _PENDING_BYTES)
+            self._pending += nbytes
+        self._futures[name] = self._pool.submit(self._hash, tensor)
+
+    def result(self) -> dict[str, str]:
+        digests = {name: future.result() for name, future in self._futures.items()}
+        self._pool.shutdown()
+        return digests
+
+    def _hash(self, tensor: torch.Tensor) -> str:
+        try:
+            digest = _start_digest(str(tensor.dtype), tuple(tensor.shape))
+            raw = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            for begin in range(0, len(raw), _PIECE):
+                digest.update(raw[begin : begin + _PIECE])
+            return digest.hexdigest()
+        finally:
+            with self._room:
+                self._pending -= tensor.nbytes
+                self._room.notify_all()
+
+
+class _SilentTqdm(tqdm.tqdm):
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **{**kwargs, "disable": True})
+
+
+class Sglang:
+    """The patched SGLang as a host for one load, on a single rank."""
+
+    name = "sglang"
+
+    def __init__(self, checkpoint: Path, *, engram_config: str | None):
+        from sglang.srt.configs.deepseek_v41 import DeepseekV41Config
+        from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+        from sglang.srt.distributed.parallel_state import (
+            init_distributed_environment,
+            initialize_model_parallel,
+        )
+        from sglang.srt.model_loader import weight_utils
+        from sglang.srt.model_loader.loader import DefaultModelLoader
+        from sglang.srt.runtime_context import SpawnRanks, get_context, publish
+        from sglang.srt.server_args import ServerArgs
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        arguments = ServerArgs(
+            model_path="dummy",
+            device=device,
+            load_format="instanttensor",
+            engram_config=engram_config,
+        )
+        publish(arguments, role="loadplan", ranks=SpawnRanks(world_rank=0))
+        get_context().override("loadplan", model_path=str(checkpoint))
+        if not torch.distributed.is_initialized():
+            # A single rank exchanges nothing that would need NCCL.
+            self._rendezvous = tempfile.TemporaryDirectory()
+            init_distributed_environment(
+                world_size=1,
+                rank=0,
+                local_rank=0,
+                distributed_init_method=f"file://{self._rendezvous.name}/rendezvous",
+                backend="gloo",
+            )
+            initialize_model_parallel(backend="gloo")
+
+        # One progress bar is enough: ours counts bytes on every route.
+        weight_utils.tqdm = _SilentTqdm
+        values = json.loads((checkpoint / "config.json").read_text())
+        with torch.device(device):
+            self._model = _tables_model(DeepseekV41Config(**values))
+        self._model_config = SimpleNamespace(
+            model_path=str(checkpoint),
+            revision=None,
+            hf_config=SimpleNamespace(architectures=values.get("architectures", [""])),
+        )
+        self._loader = DefaultModelLoader(
+            LoadConfig(load_format=LoadFormat.INSTANTTENSOR)
+        )
+
+    def tables(self) -> str:
+        """Where the Engram tables live, as the server logs it."""
+        from sglang.srt.layers.engram_config import resolve_engram_tables
+
+        return str(resolve_engram_tables())
+
+    def plan(self) -> LoadPlan:
+        """The plan that the engine's glue makes, without running it."""
+        from sglang.srt.model_loader.planned_weights import plan_weights
+
+        (resolved,) = self._loader.resolve_model_weights(
+            self._model_config, self._model
+        )
+        return plan_weights(
+            list(resolved.weight_files),
+            hf_folder=resolved.hf_folder,
+            source=resolved.source,
+        )
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._loader._get_all_weights(self._model_config, self._model)
+
+    def take(self, name: str, tensor: torch.Tensor) -> bool:
+        """Load ``tensor`` into a table, if it is one; the engine's loader does it."""
+        parameter = self._model.tables.get(name)
+        if parameter is None:
+            return False
+        parameter.weight_loader(parameter, tensor)
+        return True
+
+    def finish(self) -> dict[str, torch.Tensor]:
+        """End the load as the engine does; the tables by checkpoint name."""
+        for layer_id, embedding in self._model.embeddings.items():
+            embedding.finish_load(label=f"layer {layer_id}")
+        return {name: table.data for name, table in self._model.tables.items()}
+
+
+def _tables_model(config: Any) -> torch.nn.Module:
+    """A module that holds just the Engram tables of ``config``.
+
+    The pattern property is the real model class's own, so that what is declared here is
+    what serving declares.
+    """
+    from sglang.srt.layers.engram import EngramEmbedding, EngramLayout
+    from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
+
+    class Tables(torch.nn.Module):
+        host_resident_weight_patterns = (
+            DeepseekV4ForCausalLM.host_resident_weight_patterns
+        )
+
+        def __init__(self) -> None:
+            super().__init__()
+            layout = EngramLayout.from_config(config)
+            self.embeddings: dict[int, EngramEmbedding] = {}
+            self.tables: dict[str, torch.nn.Parameter] = {}
+            for index, layer_id in enumerate(layout.layer_ids if layout else ()):
+                embedding = EngramEmbedding(
+                    layout.num_embeddings[index],
+                    layout.head_dim,
+                    layer_id,
+                    column_bounds=layout.column_bounds(index),
+                )
+                self.embeddings[layer_id] = embedding
+                for part in ("weight", "scale"):
+                    name = f"layers.{layer_id}.engram.embed.{part}"
+                    self.tables[name] = getattr(embedding, part)
+
+    return Tables()
+
+
+@contextlib.contextmanager
+def open_sglang(checkpoint: Path, *, engram_config: str | None) -> Iterator[Sglang]:
+    """The patched SGLang on ``sys.path``, on the GPU or on the stub of one."""
+    with warnings.catch_warnings():
+        # Modules that are imported along the way tell what they miss for serving.
+        warnings.simplefilter("ignore", UserWarning)
+        with kernel_placeholders() if torch.cuda.is_available() else fake_gpu():
+            yield Sglang(checkpoint, engram_config=engram_config)
+
+
+def wanted_entries(plan: LoadPlan) -> list[PlannedTensor]:
+    """What the model gets. The plan's routes are the engine's copy of ours."""
+    return [entry for entry in plan.entries if entry.route.value != Route.SKIP.value]
+
+
+def run_load(
+    engine: Sglang,
+    plan: LoadPlan,
+    checkpoint: Path,
+    *,
+    reader: str,
+    arrived: Callable[[int], None] = lambda nbytes: None,
+) -> LoadReport:
+    """Load ``checkpoint`` through ``engine`` and compare every byte.
+
+    Args:
+        engine: An open engine.
+        plan: Its plan for the checkpoint.
+        checkpoint: The folder.
+        reader: What stands behind InstantTensor, for the report.
+        arrived: Called with the bytes of each tensor when it has arrived.
+    """
+    wanted = {entry.tensor.name: entry for entry in wanted_entries(plan)}
+    seconds = {route.value: 0.0 for route in Route}
+    digests = Digests()
+    weights = engine.weights()
+    started = time.perf_counter()
+    while True:
+        before = time.perf_counter()
+        name, tensor = next(weights, (None, None))
+        if name is None:
+            break
+        is_table = engine.take(name, tensor)
+        if tensor.is_cuda:
+            torch.cuda.synchronize()
+        entry = wanted[name]
+        seconds[entry.route.value] += time.perf_counter() - before
+        if not is_table:
+            digests.add(name, tensor.cpu())
+        arrived(entry.tensor.nbytes)
+    total_seconds = time.perf_counter() - started
+    for name, table in engine.finish().items():
+        digests.add(name, table.cpu())
+    found = digests.result()
+    expected, reference = _expected_digests(checkpoint, plan)
+    wrong = sorted(
+        name
+        for name in found.keys() | expected.keys()
+        if found.get(name) != expected.get(name)
+    )
+    whole = hashlib.sha256()
+    for name in sorted(found):
+        whole.update(f"{name}\0{found[name]}\n".encode())
+    return LoadReport(
+        engine=engine.name,
+        reader=reader,
+        routes={
+            route.value: RouteReport(
+                files=total.files,
+                tensors=total.tensors,
+                nbytes=total.nbytes,
+                seconds=seconds[route.value],
+            )
+            for route, total in plan.totals().items()
+        },
+        stock_device_bytes=sum(entry.tensor.nbytes for entry in plan.entries),
+        seconds=total_seconds,
+        digest=whole.hexdigest(),
+        reference=reference,
+        wrong=tuple(wrong),
+    )
+
+
+def _expected_digests(checkpoint: Path, plan: LoadPlan) -> tuple[dict[str, str], str]:
+    """What each tensor's digest must be, and where that knowledge comes from."""
+    options = synth.read_options(checkpoint)
+    if options is None:
+        return _official_digests(plan), "official safetensors"
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        specs = [spec for shard in synth.layout(options) for spec in shard.tensors]
+        digests = pool.map(lambda spec: _synth_digest(options.seed, spec), specs)
+        expected = dict(zip((spec.name for spec in specs), digests, strict=True))
+    return expected, f"the seed {options.seed} of the synthetic checkpoint"
+
+
+def _synth_digest(seed: int, spec: synth.TensorSpec) -> str:
+    digest = _start_digest(str(synth.torch_dtype(spec.dtype)), spec.shape)
+    nbytes = spec.end - spec.begin
+    for begin in range(0, nbytes, _PIECE):
+        stop = min(begin + _PIECE, nbytes)
+        digest.update(synth.content(seed, spec.name, begin, stop))
+    return digest.hexdigest()
+
+
+def _official_digests(plan: LoadPlan) -> dict[str, str]:
+    digests = Digests()
+    paths: dict[str, list[str]] = {}
+    for entry in wanted_entries(plan):
+        paths.setdefault(entry.file.path, []).append(entry.tensor.name)
+    for path, names in paths.items():
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                digests.add(name, file.get_tensor(name))
+    return digests.result()
+
+
+def _start_digest(dtype: str, shape: tuple[int, ...]) -> Any:
+    """A digest that also covers dtype and shape: the same bytes may lie."""
+    return hashlib.sha256(f"{dtype}{tuple(shape)}".encode())
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Refuse early what no loader can open.
+
+    Raises:
+        LoadPlanError: not a folder, or no config.json in it.
+    """
+    if not (checkpoint / "config.json").is_file():
+        raise LoadPlanError(
+            f"{checkpoint}: no config.json, expected a folder with a checkpoint; "
+            "'loadplan synth DIR' makes one"
+        )

@@ -1,0 +1,150 @@
+"""The command as a user types it: exit codes, messages, and a load that is proven."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadplan import cli
+
+ROOT = Path(__file__).parents[2]
+ENGINE = ROOT / "build" / "engines" / "sglang"
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "loadplan", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "COLUMNS": "100"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def load(checkpoint: Path, *options: str, tree: str = "patched"):
+    return run("load", checkpoint, "--engine-dir", ENGINE / tree, *options)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("synth") / "checkpoint"
+    result = run("synth", folder, "--size", "8M", "--mixed-engram", "--seed", "3")
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_load_proves_a_synthetic_checkpoint_by_its_seed(checkpoint: Path) -> None:
+    """Red when a byte that arrives is not the seed's, or a route is not used."""
+    result = load(checkpoint, "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["wrong"] == []
+    assert "seed 3" in report["reference"]
+    assert "stub" in report["reader"]
+    routes = report["routes"]
+    assert [name for name in routes if routes[name]["tensors"]] == [
+        "host",
+        "read",
+        "stream",
+    ]
+    total = sum(route["nbytes"] for route in routes.values())
+    assert report["stock_device_bytes"] == total
+
+
+def test_load_shows_plan_table_and_digest(checkpoint: Path) -> None:
+    """Red when the output loses what the README shows."""
+    result = load(checkpoint, "--engram-config", '{"placement": "gpu"}')
+    assert result.returncode == 0, result.stderr
+    for text in (
+        "InstantTensor: a stub",
+        "placement=gpu",
+        "The plan, from the headers alone",
+        "What arrived",
+        "GB/s",
+        "sha256 ",
+        "The digest matches the seed 3",
+    ):
+        assert text in result.stdout, text
+
+
+@pytest.mark.parametrize("synthetic", [True, False], ids=["seed", "official"])
+def test_one_flipped_byte_fails_the_command(
+    checkpoint: Path, tmp_path: Path, synthetic: bool
+) -> None:
+    """The seed finds any flip; without one, official safetensors is the judge."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in checkpoint.iterdir():
+        (copy / path.name).write_bytes(path.read_bytes())
+    if not synthetic:
+        (copy / "loadplan-synth.json").unlink()
+        result = load(copy)
+        assert "The digest matches official safetensors" in result.stdout
+        return
+    shard = sorted(copy.glob("*.safetensors"))[0]
+    raw = bytearray(shard.read_bytes())
+    raw[-1] ^= 1
+    shard.write_bytes(raw)
+    result = load(copy)
+    assert result.returncode == 1
+    assert "ERROR 1 tensor(s) differ from the seed 3" in result.stderr
+    assert "differs from" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("load", "nowhere"), "ERROR nowhere: no config.json"),
+        (("apply", "llama"), "ERROR no patches for engine 'llama'"),
+        (("status", "sglang", "--target", "nowhere"), "no package 'sglang'"),
+        (("synth", "."), "ERROR"),
+    ],
+)
+def test_error_is_one_line_and_exit_code_1(
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Red when a user sees a traceback."""
+    assert cli.main(list(arguments)) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_load_on_a_pristine_engine_says_what_to_do(checkpoint: Path) -> None:
+    """Red when an unpatched engine fails deep inside."""
+    result = load(checkpoint, tree="pristine")
+    assert result.returncode == 1
+    assert "sglang is not patched; 'loadplan apply sglang'" in result.stderr
+
+
+def test_bad_engram_config_is_the_engines_own_error(checkpoint: Path) -> None:
+    """Red when the argument is checked by something else than the server does."""
+    result = load(checkpoint, "--engram-config", '{"placement": "disk"}')
+    assert result.returncode == 1
+    assert "ERROR --engram-config: cannot use" in result.stderr
+
+
+def test_wrong_command_line_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """Red when usage errors look like failed work."""
+    for arguments in ([], ["synth", "out", "--size", "many"], ["serve"]):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(arguments)
+        assert exit_.value.code == 2
+    assert "no size, expected one like 24G" in capsys.readouterr().err
+
+
+def test_every_command_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """Red when --help stops teaching."""
+    for command in ("apply", "revert", "status", "synth", "load"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        assert f"Example:\n  loadplan {command}" in capsys.readouterr().out
+
+
+def test_sizes_are_read_in_binary_units() -> None:
+    """Red when 1G is a thousand millions."""
+    sizes = [cli._size(text) for text in ("8", "1K", "1.5M", "24g", "1GiB", "2TB")]
+    assert sizes == [8, 1 << 10, 3 << 19, 24 << 30, 1 << 30, 2 << 40]
