@@ -322,7 +322,7 @@ def _progress(console: Console) -> Progress:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
         console=console,
-        transient=not console.is_terminal,
+        disable=not console.is_terminal,
     )
 
 
