@@ -25,9 +25,9 @@ demo: setup
 	$(RUN) -m loadplan synth build/demo --size 64M --mixed-engram
 	$(RUN) -m loadplan load build/demo --engine-dir $(ENGINE)/patched
 
-# pytest's closing line stays the last one.
+# pytest's closing line stays the last one: a module's complaint at exit is muted.
 test: setup
-	PYTHONPATH=$(CURDIR)/$(ENGINE)/patched:$(CURDIR)/python $(VENV)/bin/python -m pytest -q test
+	PYTHONWARNINGS=ignore::DeprecationWarning PYTHONPATH=$(CURDIR)/$(ENGINE)/patched:$(CURDIR)/python $(VENV)/bin/python -m pytest -q test
 
 lint: $(STAMP)
 	$(VENV)/bin/python -m pre_commit run --all-files --show-diff-on-failure

@@ -227,10 +227,11 @@ def _load(arguments: argparse.Namespace) -> int:
     else:
         arguments.target = None
         root = _locate(arguments)[1]
-    if patching.FileState.PATCHED not in patching.file_states(target, root).values():
+    states = set(patching.file_states(target, root).values())
+    if states != {patching.FileState.PATCHED}:
         raise LoadPlanError(
-            f"{root}: {target.name} is not patched; 'loadplan apply {target.name}' "
-            "does that"
+            f"{root}: {target.name} is not patched, or not wholly; "
+            f"'loadplan apply {target.name}' does that"
         )
     errors = Console(stderr=True)
     with load.open_sglang(
@@ -258,8 +259,8 @@ def _load(arguments: argparse.Namespace) -> int:
         _print_report(console, report)
     if report.wrong:
         print(
-            f"ERROR {len(report.wrong)} tensor(s) differ from {report.reference}: "
-            f"{', '.join(report.wrong[:10])}",
+            f"ERROR {len(report.wrong)} tensor(s) or file(s) differ from "
+            f"{report.reference}: {', '.join(report.wrong[:10])}",
             file=sys.stderr,
         )
         return 1
@@ -291,6 +292,8 @@ def _print_report(console: Console, report) -> None:
     for column in ("route", "files", "tensors", "size", "seconds", "GB/s"):
         table.add_column(column, justify="left" if column == "route" else "right")
     for name, route in report.routes.items():
+        if name == "skip":
+            continue
         rate = f"{route.nbytes / route.seconds / 1e9:.2f}" if route.seconds else "-"
         table.add_row(
             name.upper(),
@@ -302,9 +305,7 @@ def _print_report(console: Console, report) -> None:
         )
     console.print(table)
     stock = _gib(report.stock_device_bytes)
-    device = sum(
-        route.nbytes for name, route in report.routes.items() if name != "host"
-    )
+    device = report.routes["stream"].nbytes + report.routes["read"].nbytes
     console.print(
         f"On the GPU: {_gib(device)}; whole files would put {stock} there. "
         f"{report.seconds:.2f} s with checking."

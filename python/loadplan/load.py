@@ -54,7 +54,8 @@ class LoadReport:
     """The result of a load. ``stock_device_bytes`` is what whole files would put there.
 
     ``digest`` is over every tensor that arrived, ``wrong`` names those whose bytes
-    differ from ``reference``, those missing and those that nobody expected.
+    differ from ``reference``, those missing, those that nobody expected, and files of a
+    synthetic checkpoint whose header or text is not what was written.
     """
 
     engine: str
@@ -176,6 +177,8 @@ class Sglang:
             list(resolved.weight_files),
             hf_folder=resolved.hf_folder,
             source=resolved.source,
+            options={},
+            group=None,
         )
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -290,6 +293,9 @@ def run_load(
         for name in found.keys() | expected.keys()
         if found.get(name) != expected.get(name)
     )
+    options = synth.read_options(checkpoint)
+    if options is not None:
+        wrong += synth.damaged_files(checkpoint, options)
     whole = hashlib.sha256()
     for name in sorted(found):
         whole.update(f"{name}\0{found[name]}\n".encode())

@@ -209,10 +209,26 @@ def synthesize(
                 done(shard.nbytes)
             else:
                 _write_shard(out, shard, seed=options.seed, pool=pool, done=done)
-    if options.index:
-        _write_json(out / INDEX_NAME, _index(shards))
-    _write_json(out / CONFIG_NAME, synth_model.config(_model(options)))
+    for name, value in _json_files(options, shards).items():
+        _write(out / name, _json_bytes(value))
     os.replace(out / _MARKER_NAME, out / OPTIONS_NAME)
+
+
+def damaged_files(folder: Path, options: SynthOptions) -> list[str]:
+    """Return the files of ``folder`` that differ outside of their tensors' bytes.
+
+    Headers, index and config follow from the options like everything else.
+    """
+    shards = layout(options)
+    expected = {shard.name: _header(shard.tensors) for shard in shards}
+    for name, value in _json_files(options, shards).items():
+        expected[name] = _json_bytes(value)
+    damaged = []
+    for name, content in expected.items():
+        with open(folder / name, "rb") as file:
+            if file.read(len(content)) != content:
+                damaged.append(name)
+    return damaged
 
 
 def _model(options: SynthOptions) -> SynthModel:
@@ -302,6 +318,13 @@ def _index(shards: Iterable[ShardSpec]) -> dict[str, object]:
     }
 
 
+def _json_files(
+    options: SynthOptions, shards: tuple[ShardSpec, ...]
+) -> dict[str, dict[str, object]]:
+    files = {CONFIG_NAME: synth_model.config(_model(options))}
+    return {INDEX_NAME: _index(shards), **files} if options.index else files
+
+
 def _claim(out: Path, options: SynthOptions, *, shards: tuple[ShardSpec, ...]) -> None:
     """Mark ``out`` as ours, or refuse it untouched."""
     if out.exists() and not out.is_dir():
@@ -310,7 +333,7 @@ def _claim(out: Path, options: SynthOptions, *, shards: tuple[ShardSpec, ...]) -
     if not present:
         out.mkdir(parents=True, exist_ok=True)
         record = {"format": _FORMAT, "options": dataclasses.asdict(options)}
-        _write_json(out / _MARKER_NAME, record)
+        _write(out / _MARKER_NAME, _json_bytes(record))
         return
     names = {INDEX_NAME, CONFIG_NAME, *(shard.name for shard in shards)}
     ours = names | {name + _PART for name in names} | {_MARKER_NAME}
@@ -350,9 +373,13 @@ def _parse_record(path: Path) -> SynthOptions:
         ) from error
 
 
-def _write_json(path: Path, value: object) -> None:
+def _json_bytes(value: object) -> bytes:
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def _write(path: Path, content: bytes) -> None:
     part = path.with_name(path.name + _PART)
-    part.write_text(json.dumps(value, indent=2) + "\n")
+    part.write_bytes(content)
     os.replace(part, path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,28 +69,42 @@ def test_load_shows_plan_table_and_digest(checkpoint: Path) -> None:
         assert text in result.stdout, text
 
 
-@pytest.mark.parametrize("synthetic", [True, False], ids=["seed", "official"])
-def test_one_flipped_byte_fails_the_command(
-    checkpoint: Path, tmp_path: Path, synthetic: bool
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("where", ["payload", "header", "index"])
+def test_one_flipped_byte_fails_the_command_and_is_named(
+    copy: Path, where: str
 ) -> None:
-    """The seed finds any flip; without one, official safetensors is the judge."""
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for path in checkpoint.iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
-    if not synthetic:
-        (copy / "loadplan-synth.json").unlink()
-        result = load(copy)
-        assert "The digest matches official safetensors" in result.stdout
-        return
-    shard = sorted(copy.glob("*.safetensors"))[0]
-    raw = bytearray(shard.read_bytes())
-    raw[-1] ^= 1
-    shard.write_bytes(raw)
+    """In weights, in metadata, in a total that nobody reads; red when one passes."""
+    path = sorted(copy.glob("*.safetensors"))[0]
+    if where == "index":
+        path = copy / "model.safetensors.index.json"
+    content = path.read_bytes()
+    old, new = {
+        "payload": (content[-9:], content[-9:-1] + bytes([content[-1] ^ 1])),
+        "header": (b'"pt"', b'"qt"'),
+        "index": (b'"total_size": ', b'"total_size": 9'),
+    }[where]
+    path.write_bytes(content.replace(old, new, 1))
     result = load(copy)
     assert result.returncode == 1
-    assert "ERROR 1 tensor(s) differ from the seed 3" in result.stderr
+    assert "ERROR 1 tensor(s) or file(s) differ from the seed 3" in result.stderr
     assert "differs from" in result.stdout
+    if where != "payload":
+        assert path.name in result.stderr
+
+
+def test_checkpoint_that_is_not_ours_is_compared_with_official_safetensors(
+    copy: Path,
+) -> None:
+    """Red when a real checkpoint is compared with nothing."""
+    (copy / "loadplan-synth.json").unlink()
+    result = load(copy)
+    assert result.returncode == 0, result.stderr
+    assert "The digest matches official safetensors" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -117,7 +132,9 @@ def test_load_on_a_pristine_engine_says_what_to_do(checkpoint: Path) -> None:
     """Red when an unpatched engine fails deep inside."""
     result = load(checkpoint, tree="pristine")
     assert result.returncode == 1
-    assert "sglang is not patched; 'loadplan apply sglang'" in result.stderr
+    assert (
+        "sglang is not patched, or not wholly; 'loadplan apply sglang'" in result.stderr
+    )
 
 
 def test_bad_engram_config_is_the_engines_own_error(checkpoint: Path) -> None:

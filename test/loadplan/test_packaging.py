@@ -38,6 +38,7 @@ def test_installed_command_patches_and_reverts_an_engine(
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes((PRISTINE / path).read_bytes())
     environment = os.environ | {"PYTHONPATH": str(installed)}
+    changed = len(target.files) + len(target.new_files())
     for command, word in (("apply", "patched"), ("revert", "pristine")):
         result = subprocess.run(
             [sys.executable, "-m", "loadplan", command, "sglang"]
@@ -48,4 +49,4 @@ def test_installed_command_patches_and_reverts_an_engine(
             text=True,
         )
         assert result.returncode == 0, result.stderr
-        assert f"{word}, 16 files changed" in result.stdout
+        assert f"{word}, {changed} files changed" in result.stdout
