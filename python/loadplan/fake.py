@@ -126,10 +126,10 @@ def fake_gpu(
 ) -> Iterator[Record]:
     """Pretend for a `with` block that CUDA device 0 and InstantTensor are here.
 
-    Replaced and put back: `sys.modules["instanttensor"]`, `torch.cuda.current_device`
-    and `torch.cuda.cudart`, READ's `to_device`; where SGLang can be imported also its
-    platform's device and its query of how the GPU reads host memory. Whatever code is
-    imported inside the block stays imported.
+    Replaced and put back: `sys.modules["instanttensor"]`, `torch.cuda.current_device`,
+    `torch.cuda.cudart` and `torch.cuda.mem_get_info`, READ's `to_device`; where SGLang
+    can be imported also its platform's device and its query of how the GPU reads host
+    memory. Whatever code is imported inside the block stays imported.
 
     Args:
         version: The InstantTensor release to imitate, "0.2.2" or "0.1.9".
@@ -152,6 +152,7 @@ def fake_gpu(
     patches = [
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "cudart", lambda: cudart),
+        (torch.cuda, "mem_get_info", lambda device=None: (free_memory, free_memory)),
         *((read, "to_device", to_device) for read in _read_modules()),
         *_sglang_patches(),
     ]

@@ -126,7 +126,31 @@ def test_index_that_leaves_the_folder_is_refused(tmp_path: Path, shard: str) -> 
         read_index(str(tmp_path))
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": {"x": 3}}', "null"])
+def test_folder_in_the_place_of_the_index_is_no_index(tmp_path: Path) -> None:
+    """As for the engine; red when it ends the load."""
+    (tmp_path / "model.safetensors.index.json").mkdir()
+    assert read_index(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize("dangling", [True, False])
+def test_missing_shard_and_dangling_link_have_their_own_texts(
+    tmp_path: Path, dangling: bool
+) -> None:
+    """Red when an incomplete download ends in a bare FileNotFoundError."""
+    path = tmp_path / "a.safetensors"
+    if dangling:
+        path.symlink_to(tmp_path / "blob")
+    text = "a link to '.*blob', which is not there" if dangling else "no such file"
+    with pytest.raises(LoadPlanError, match=f"a.safetensors: {text}"):
+        read_header(str(path))
+
+
+NESTED = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": {"x": 3}}', "null", NESTED]
+)
 def test_index_that_is_none_is_refused_by_name(tmp_path: Path, text: str) -> None:
     """Red when a broken index ends in a bare KeyError."""
     (tmp_path / "model.safetensors.index.json").write_text(text)

@@ -16,13 +16,13 @@ def header(
     path: str,
     *tensors: tuple[str, str, tuple[int, ...]],
     metadata: dict[str, str] | None = None,
-    in_memory: bool = False,
+    in_memory: bool | None = False,
     inode: int | None = None,
 ) -> FileHeader:
     """A shard with ``(name, dtype, shape)`` tensors packed one after the other."""
     begin, placed = 8, []
     for name, dtype, shape in tensors:
-        bits = {"F4": 4, "F6_E2M3": 6, "U8": 8, "F32": 32}[dtype]
+        bits = {"F4": 4, "F6_E2M3": 6, "F32": 32}.get(dtype, 8)
         end = begin + math.prod(shape) * bits // 8
         placed.append(TensorHeader(name, dtype, shape, begin, end))
         begin = end
@@ -182,9 +182,30 @@ def test_stale_index_is_refused_with_file_and_tensor() -> None:
 def test_two_links_to_one_file_are_read_once() -> None:
     """Red when identity is the path."""
     tensor = ("x", "U8", (4,))
-    files = [header("a", tensor, inode=77), header("link", tensor, inode=77)]
-    assert make_plan(files).stream_files == ["a"]
+    files = [header("link", tensor, inode=77), header("a", tensor, inode=77)]
+    # The same one on every rank, in whatever order the ranks have them.
+    assert make_plan(files).stream_files == make_plan(files[::-1]).stream_files == ["a"]
     assert routes(files, weight_map={"x": "link"}) == {("a", "x"): Route.STREAM}
+    stale = header("c", ("x", "F32", (4,)))
+    found = routes([*files, stale], weight_map={"x": "link"})
+    assert found == {("a", "x"): Route.STREAM, ("c", "x"): Route.SKIP}
+
+
+def test_other_file_with_the_same_inode_is_not_lost() -> None:
+    """Some network file systems invent inodes; red when the number alone decides."""
+    files = [
+        header("a", ("x", "U8", (4,)), inode=77),
+        header("b", ("y", "U8", (4,)), inode=77),
+    ]
+    plan = make_plan(files)
+    assert plan.promised == {"x", "y"}
+    assert plan.stream_files == ["a", "b"]
+
+
+def test_bare_string_as_patterns_is_refused() -> None:
+    """Red when every letter of it becomes a pattern and all stays on the host."""
+    with pytest.raises(LoadPlanError, match="expected a tuple of strings"):
+        make_plan([header("a", ("x", "U8", (4,)))], host_resident_weight_patterns=".e.")
 
 
 def test_checkpoint_without_tensors_is_refused() -> None:
@@ -208,5 +229,73 @@ def test_departures_name_route_reason_tensors_and_bytes() -> None:
     totals = {key: (t.tensors, t.nbytes) for key, t in plan.departures().items()}
     assert totals == {
         (Route.HOST, "host-resident"): (1, 8),
-        (Route.READ, "shares its file with host-resident tensors"): (1, 4),
+        (Route.READ, "shares its file with tensors that stay on the host"): (1, 4),
     }
+
+
+def test_tensor_larger_than_the_budget_stays_on_the_host() -> None:
+    """A 91.5 GiB table for a 96 GB device; red when it is streamed or read whole."""
+    files = [
+        header("a", ("table", "U8", (1000,)), ("x", "U8", (4,))),
+        header("b", ("y", "U8", (4,))),
+    ]
+    assert set(routes(files).values()) == {Route.STREAM}
+    found = routes(files, device_budget=999)
+    assert found["a", "table"] is Route.HOST
+    assert found["a", "x"] is Route.READ
+    assert found["b", "y"] is Route.STREAM
+    assert routes(files, device_budget=10**6)["a", "table"] is Route.STREAM
+
+
+def test_tensor_larger_than_the_budget_is_not_read_from_an_odd_file_either() -> None:
+    """Red when only the stream is held against the budget."""
+    file = header("a", ("table", "U8", (1000,)), ("odd", "F4", (2,)))
+    assert routes([file], device_budget=999)["a", "table"] is Route.HOST
+
+
+def test_ring_for_the_whole_sequence_decides_not_the_largest_tensor() -> None:
+    """Three of 400 B need a ring of 1200 B; red when 1000 B seem enough for them."""
+    files = [header(name, (name, "U8", (400,))) for name in ("c", "a", "b")]
+    found = routes(files, device_budget=1000)
+    # The last of the largest makes way: the other two still need 1200 B, so one more.
+    assert sorted(route.value for route in found.values()) == ["host", "host", "stream"]
+    assert set(routes(files, device_budget=1200).values()) == {Route.STREAM}
+
+
+def test_old_instanttensor_gets_no_file_that_it_refuses() -> None:
+    """0.1.9 refuses unaligned and FNUZ tensors; red when it is given them."""
+    files = [
+        header("unaligned", ("byte", "U8", (1,)), ("x", "F32", (1,))),
+        header("fnuz", ("y", "F8_E4M3FNUZ", (8,))),
+        header("good", ("z", "F32", (2,))),
+    ]
+    assert set(routes(files).values()) == {Route.STREAM}
+    found = routes(files, old_reader=True)
+    assert found["unaligned", "x"] is found["fnuz", "y"] is Route.READ
+    assert found["good", "z"] is Route.STREAM
+
+
+def test_file_on_media_that_differ_by_rank_is_read() -> None:
+    """Ranks would choose different backends; red when they stream it together."""
+    files = [
+        header("a", ("x", "U8", (4,)), in_memory=None),
+        header("b", ("y", "U8", (4,))),
+    ]
+    assert routes(files) == {("a", "x"): Route.READ, ("b", "y"): Route.STREAM}
+
+
+def test_digest_tells_size_header_and_route() -> None:
+    """What ranks compare; red when a difference in one of them does not show."""
+    plain = ("x", "U8", (4,))
+    digests = [
+        make_plan(files, **choices).file_digests()["a"]
+        for files, choices in (
+            ([header("a", plain)], {}),
+            ([header("a", plain)], {"host_resident_weight_patterns": ("x",)}),
+            ([header("a", ("x", "U8", (2, 2)))], {}),
+            ([header("a", ("x", "F8_E4M3", (4,)))], {}),
+            ([header("a", ("y", "U8", (4,)))], {}),
+        )
+    ]
+    assert len(set(digests)) == len(digests)
+    assert make_plan([header("a", plain)]).file_digests()["a"] == digests[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 import os
 from collections.abc import Iterator
@@ -155,10 +154,17 @@ def test_short_file_is_an_error_with_file_and_offset(
 
 def test_file_is_closed_with_its_last_reader(shards: tuple[Path, Path]) -> None:
     """Red when descriptors are left open by a load that has ended."""
-    before = os.listdir("/proc/self/fd")
     plan = plan_of(*shards, host_resident_weight_patterns=("matrix", "scale"))
-    collections.deque(run(plan), maxlen=0)
-    assert os.listdir("/proc/self/fd") == before
+    weights = run(plan)
+    kept = [tensor for _, tensor in weights if hasattr(tensor, "row_source")]
+
+    def still_open() -> list[str]:
+        links = [os.path.realpath(f.path) for f in os.scandir("/proc/self/fd")]
+        return [link for link in links if link in map(str, shards)]
+
+    assert still_open()
+    del kept, weights
+    assert still_open() == []
 
 
 @pytest.mark.parametrize("what", ["lost", "twice", "unknown"])
@@ -232,3 +238,26 @@ def test_bytes_of_is_the_tensors_own_memory() -> None:
     tensor = torch.zeros(2, 3, dtype=torch.bfloat16)
     bytes_of(tensor)[:] = b"\x01" * 12
     assert bytes(tensor.view(torch.uint8).reshape(-1).numpy()) == b"\x01" * 12
+
+
+def test_one_read_call_is_not_the_whole_tensor(tmp_path: Path) -> None:
+    """The kernel returns less than 2 GiB a call; red when the rest is left out."""
+    rows, row = (2 << 30) // 4096 + 1, 4096
+    path = write_shard(
+        tmp_path / "a.safetensors", [("t", "U8", (rows, row))], payload=b""
+    )
+    begin = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.truncate(begin + rows * row)
+        for at in (0, (2 << 30) - 4096, rows * row - 1):
+            file.seek(begin + at)
+            file.write(b"\x5a")
+    (tensor,) = read_header(str(path)).tensors
+    source = SafetensorsRowSource(OpenFile(str(path)), tensor)
+    dst = torch.empty(rows, row, dtype=torch.uint8)
+    source.read_rows_into(dst, 0)
+    marks = (0, 0), ((2 << 30) // 4096 - 1, 0), (rows - 1, row - 1)
+    assert [int(dst[mark]) for mark in marks] == [0x5A] * 3
+    last = torch.empty(1, row, dtype=torch.uint8)
+    source.read_rows_into(last, rows - 1)
+    assert raw(last) == raw(dst[-1:])

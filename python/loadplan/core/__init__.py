@@ -9,7 +9,9 @@ from .header import (
     read_index,
 )
 from .plan import LoadPlan, PlannedTensor, Route, RouteTotal, make_plan
+from .ranks import Machine, plan_together, together
 from .read import SafetensorsRowSource, ShortFileError
+from .ring import ring_budget, small_io_depth
 from .stream import run_plan
 
 VERSION = "0.1.0"
@@ -18,6 +20,7 @@ __all__ = [
     "FileHeader",
     "LoadPlan",
     "LoadPlanError",
+    "Machine",
     "PlannedTensor",
     "Route",
     "RouteTotal",
@@ -26,8 +29,12 @@ __all__ = [
     "TensorHeader",
     "VERSION",
     "make_plan",
+    "plan_together",
     "read_header",
     "read_headers",
     "read_index",
+    "ring_budget",
     "run_plan",
+    "small_io_depth",
+    "together",
 ]

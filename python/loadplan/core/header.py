@@ -86,8 +86,12 @@ class TensorHeader:
         return self.end - self.begin
 
     @property
+    def element_bits(self) -> int:
+        return _DTYPES[self.dtype][0]
+
+    @property
     def is_sub_byte(self) -> bool:
-        return _DTYPES[self.dtype][0] < 8
+        return self.element_bits < 8
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
@@ -103,7 +107,7 @@ class TensorHeader:
         """The shape official safetensors loads this as: packed for sub-byte dtypes."""
         if not self.is_sub_byte:
             return self.shape
-        return (*self.shape[:-1], self.shape[-1] * _DTYPES[self.dtype][0] // 8)
+        return (*self.shape[:-1], self.shape[-1] * self.element_bits // 8)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,13 +115,14 @@ class FileHeader:
     """One shard: its tensors in the order of their bytes.
 
     ``identity`` is the device and inode, equal for two links to one file;
-    ``in_memory`` tells tmpfs and ramfs from everything else; ``size`` is in bytes.
+    ``in_memory`` tells tmpfs and ramfs from everything else, None where the ranks that
+    load together differ; ``size`` is in bytes.
     """
 
     path: str
     size: int
     identity: tuple[int, int]
-    in_memory: bool
+    in_memory: bool | None
     metadata: dict[str, str] | None
     tensors: tuple[TensorHeader, ...]
 
@@ -130,11 +135,18 @@ def read_header(path: str) -> FileHeader:
     """Read and check the header of ``path``; no payload is read.
 
     Raises:
-        LoadPlanError: not a regular file, refused by official safetensors, or
+        LoadPlanError: missing, not a regular file, refused by official safetensors, or
             changed while it was read.
-        FileNotFoundError: there is no such file, or the link dangles.
     """
-    status = os.stat(path)
+    try:
+        status = os.stat(path)
+    except FileNotFoundError as error:
+        what = "no such file"
+        if os.path.islink(path):
+            what = f"a link to {os.readlink(path)!r}, which is not there"
+        raise LoadPlanError(
+            f"{path}: {what}, expected a safetensors shard; is the download complete?"
+        ) from error
     # Opening a FIFO or a device would block or have effects.
     if not stat.S_ISREG(status.st_mode):
         raise LoadPlanError(
@@ -191,15 +203,15 @@ def read_index(folder: str) -> dict[str, str] | None:
         LoadPlanError: the index is no index, or it names a file outside ``folder``.
     """
     path = os.path.join(folder, INDEX_NAME)
+    if not os.path.isfile(path):
+        return None
     try:
         with open(path, encoding="utf-8") as file:
             weight_map = json.load(file)["weight_map"]
         shards = set(weight_map.values())
         if not all(isinstance(shard, str) for shard in shards):
             raise TypeError("a shard is not a string")
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise LoadPlanError(
             f"{path}: not an index ({type(error).__name__}: {error}), expected a JSON "
             "object whose weight_map maps tensor names to shards; download it again"

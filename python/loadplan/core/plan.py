@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .header import FileHeader, LoadPlanError, TensorHeader
+from .ring import ring_bytes
 
 # A file is still streamed whole when dropping this much of it costs less than giving
 # up its collective reads.
@@ -64,6 +66,25 @@ class LoadPlan:
         """The files of the one InstantTensor call, in the order they were given."""
         return list(dict.fromkeys(entry.file.path for entry in self.of(Route.STREAM)))
 
+    def stream_file_bytes(self) -> list[int]:
+        """The payload of each of ``stream_files``, dropped tensors included."""
+        sizes = {e.file.path: e.file.payload_bytes for e in self.of(Route.STREAM)}
+        return list(sizes.values())
+
+    def file_digests(self) -> dict[str, str]:
+        """By path, a digest of size, header and routes: equal on ranks that agree."""
+        texts: dict[str, list[str]] = {}
+        for entry in self.entries:
+            tensor = entry.tensor
+            texts.setdefault(entry.file.path, [str(entry.file.size)]).append(
+                f"{tensor.name} {tensor.dtype} {tensor.shape} {tensor.begin} "
+                f"{entry.route.value}"
+            )
+        return {
+            path: hashlib.sha256("\n".join(lines).encode()).hexdigest()
+            for path, lines in texts.items()
+        }
+
     def totals(self) -> dict[Route, RouteTotal]:
         return {route: _total(self.of(route)) for route in Route}
 
@@ -82,6 +103,8 @@ def make_plan(
     weight_map: Mapping[str, str] | None = None,
     host_resident_weight_patterns: Iterable[str] = (),
     wanted_weight: Callable[[str], bool] | None = None,
+    device_budget: int | None = None,
+    old_reader: bool = False,
 ) -> LoadPlan:
     """Decide the route of every tensor in ``files``.
 
@@ -91,14 +114,30 @@ def make_plan(
         host_resident_weight_patterns: Substrings of the names of tensors that stay
             in host memory.
         wanted_weight: Tells the names that the model will use; None wants all.
+        device_budget: The most bytes that InstantTensor's ring may take on the device;
+            what it could not hold stays on the host. None: no limit.
+        old_reader: Some rank's InstantTensor is older than 0.2.
 
     Raises:
         LoadPlanError: no tensor at all, a name with two owners, an index that does
             not fit the files, or a wanted tensor that torch cannot hold.
     """
+    if isinstance(host_resident_weight_patterns, str):
+        raise LoadPlanError(
+            f"host_resident_weight_patterns is {host_resident_weight_patterns!r}, "
+            "expected a tuple of strings; every letter would be a pattern"
+        )
     patterns = tuple(host_resident_weight_patterns)
-    files = _distinct(files)
-    owners = _owners(files, weight_map)
+    # Before anything is decided: what a load is checked against.
+    promised = frozenset(
+        tensor.name
+        for file in files
+        for tensor in file.tensors
+        if wanted_weight is None or wanted_weight(tensor.name)
+    )
+    by_path = _distinct(files)
+    files = list({id(file): file for file in by_path.values()}.values())
+    owners = _owners(files, by_path, weight_map)
     if not owners:
         raise LoadPlanError(
             f"no tensor in {len(files)} file(s) {[file.path for file in files]}, "
@@ -120,47 +159,54 @@ def make_plan(
             return Route.HOST, "host-resident"
         return Route.STREAM, ""
 
-    first = {
-        file.identity: [(tensor, *first_route(file, tensor)) for tensor in file.tensors]
+    routed = {
+        file.path: [(tensor, *first_route(file, tensor)) for tensor in file.tensors]
         for file in files
     }
-    obstacles = {
-        file.identity: _obstacle(file, first[file.identity], owners) for file in files
-    }
-    obstacles |= _minority_medium(
-        [file for file in files if not obstacles[file.identity]], first
-    )
+
+    def obstacles() -> dict[str, str]:
+        found = {
+            file.path: _obstacle(file, routed[file.path], owners, old_reader)
+            for file in files
+        }
+        return found | _minority_medium(
+            [file for file in files if not found[file.path]], routed
+        )
+
+    hindered = obstacles()
+    if device_budget is not None:
+        while _keep_too_large(files, routed, hindered, device_budget):
+            hindered = obstacles()
     entries = []
     for file in files:
-        obstacle = obstacles[file.identity]
-        for tensor, route, reason in first[file.identity]:
+        obstacle = hindered[file.path]
+        for tensor, route, reason in routed[file.path]:
             if route is Route.STREAM and obstacle:
                 route, reason = Route.READ, obstacle
             entries.append(
                 PlannedTensor(file=file, tensor=tensor, route=route, reason=reason)
             )
-    promised = frozenset(
-        tensor.name
-        for file in files
-        for tensor in file.tensors
-        if wanted_weight is None or wanted_weight(tensor.name)
-    )
     return LoadPlan(entries=tuple(entries), promised=promised)
 
 
 _Routed = list[tuple[TensorHeader, Route, str]]
 
 
-def _distinct(files: Sequence[FileHeader]) -> list[FileHeader]:
-    """Two links to one file are one file."""
-    return list({file.identity: file for file in reversed(files)}.values())[::-1]
+def _distinct(files: Sequence[FileHeader]) -> dict[str, FileHeader]:
+    """By path, the one file that stands for all links to it: the same on every rank."""
+    kept: dict[tuple[object, ...], FileHeader] = {}
+    for file in sorted(files, key=lambda file: file.path):
+        # Device and inode alone do not tell: some network file systems invent them.
+        kept.setdefault((file.identity, file.size, file.tensors), file)
+    return {f.path: kept[f.identity, f.size, f.tensors] for f in files}
 
 
 def _owners(
-    files: Sequence[FileHeader], weight_map: Mapping[str, str] | None
+    files: Sequence[FileHeader],
+    by_path: Mapping[str, FileHeader],
+    weight_map: Mapping[str, str] | None,
 ) -> dict[str, FileHeader]:
     """Name to the one file whose bytes count: the index's choice, else the only one."""
-    by_path = {file.path: file for file in files}
     owners: dict[str, FileHeader] = {}
     indexed = {
         name: by_path[path]
@@ -188,22 +234,34 @@ def _owners(
 
 
 def _obstacle(
-    file: FileHeader, routed: _Routed, owners: Mapping[str, FileHeader]
+    file: FileHeader,
+    routed: _Routed,
+    owners: Mapping[str, FileHeader],
+    old_reader: bool,
 ) -> str:
     """Why InstantTensor may not stream ``file`` whole, empty if it may."""
     # Facts about InstantTensor 0.2.2 behind the checks: it refuses a foreign format,
     # dies on some zero-byte tensors and returns the wrong bytes for sub-byte dtypes.
+    # 0.1.9 also refuses tensors that are not aligned and the FNUZ dtypes.
+    if file.in_memory is None:
+        return "in memory for some ranks, on disk for others"
     form = (file.metadata or {}).get("format", "pt")
     if form != "pt":
         return f"metadata format {form!r}"
     dropped = 0
     for tensor, route, _ in routed:
         if route is Route.HOST:
-            return "shares its file with host-resident tensors"
+            return "shares its file with tensors that stay on the host"
         if tensor.is_sub_byte:
             return f"sub-byte dtype {tensor.dtype} in its file"
         if tensor.nbytes == 0:
             return "zero-byte tensor in its file"
+        if old_reader and tensor.dtype.endswith("FNUZ"):
+            return f"dtype {tensor.dtype}, which InstantTensor before 0.2 refuses"
+        if old_reader and tensor.begin % (tensor.element_bits // 8):
+            return (
+                "a tensor that is not aligned, which InstantTensor before 0.2 refuses"
+            )
         if route is Route.SKIP:
             dropped += tensor.nbytes
             # Names are all that InstantTensor yields: two of one name look alike.
@@ -215,12 +273,12 @@ def _obstacle(
 
 
 def _minority_medium(
-    files: Sequence[FileHeader], routed: Mapping[tuple[int, int], _Routed]
-) -> dict[tuple[int, int], str]:
+    files: Sequence[FileHeader], routed: Mapping[str, _Routed]
+) -> dict[str, str]:
     """InstantTensor wants all files in memory or all on disk: fewer bytes give way."""
     media: dict[bool, list[FileHeader]] = {True: [], False: []}
     for file in files:
-        if any(route is Route.STREAM for _, route, _ in routed[file.identity]):
+        if any(route is Route.STREAM for _, route, _ in routed[file.path]):
             media[file.in_memory].append(file)
     if not media[True] or not media[False]:
         return {}
@@ -228,12 +286,43 @@ def _minority_medium(
         (True, False), key=lambda m: sum(file.payload_bytes for file in media[m])
     )
     reason = "in memory, others on disk" if minority else "on disk, others in memory"
-    return {file.identity: reason for file in media[minority]}
+    return {file.path: reason for file in media[minority]}
+
+
+def _keep_too_large(
+    files: Sequence[FileHeader],
+    routed: Mapping[str, _Routed],
+    hindered: Mapping[str, str],
+    budget: int,
+) -> bool:
+    """Route to HOST what the device cannot take whole; whether there was something.
+
+    A tensor larger than the budget does not go there at all. Where InstantTensor's ring
+    for the rest would be too large, the largest of it makes way.
+    """
+    on_device = [
+        (tensor.nbytes, file.path, index, file)
+        for file in files
+        for index, (tensor, route, _) in enumerate(routed[file.path])
+        if route is Route.STREAM
+    ]
+    too_large = [entry for entry in on_device if entry[0] > budget]
+    if not too_large:
+        # The library takes files by name and tensors by offset.
+        streamed = [entry for entry in on_device if not hindered[entry[3].path]]
+        streamed.sort(key=lambda entry: entry[1:3])
+        if ring_bytes([entry[0] for entry in streamed]) > budget:
+            too_large = [max(streamed, key=lambda entry: entry[:3])]
+    for nbytes, _, index, file in too_large:
+        tensor = routed[file.path][index][0]
+        reason = f"{nbytes} B, more than the device has room for at once"
+        routed[file.path][index] = (tensor, Route.HOST, reason)
+    return bool(too_large)
 
 
 def _total(entries: Sequence[PlannedTensor]) -> RouteTotal:
     return RouteTotal(
-        files=len({entry.file.identity for entry in entries}),
+        files=len({entry.file.path for entry in entries}),
         tensors=len(entries),
         nbytes=sum(entry.tensor.nbytes for entry in entries),
     )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Iterable, Iterator
 
 import torch
-from safetensors import safe_open
 
 from .header import LoadPlanError, TensorHeader
 from .plan import PlannedTensor
+
+# Linux; Python's mmap names it since 3.13.
+_MAP_NORESERVE = 0x4000
 
 
 class ShortFileError(LoadPlanError, EOFError):
@@ -46,6 +49,13 @@ class OpenFile:
                     f"{len(buffer) - done} B more; was the file replaced while loading?"
                 )
             done += count
+
+    def map(self) -> mmap.mmap:
+        """Map the whole file; writes go to the caller's own copy of the page."""
+        # Private and writable counts against the memory that may be promised, unless
+        # nothing is reserved for it.
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", _MAP_NORESERVE)
+        return mmap.mmap(self._fd, 0, flags=flags)
 
 
 class SafetensorsRowSource:
@@ -129,15 +139,22 @@ def host_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor as a CPU tensor over the file; no payload is read.
 
-    A tensor with rows carries its ``SafetensorsRowSource`` as ``row_source``, so that a
-    weight loader can read just the rows it owns.
+    The tensor is the consumer's to write, the file never changes. One that has rows
+    carries its ``SafetensorsRowSource`` as ``row_source``, so that a weight loader can
+    read just the rows it owns.
     """
     file = mapped = None
     for entry in entries:
+        header = entry.tensor
         if file is None or file.path != entry.file.path:
             file = OpenFile(entry.file.path)
-            mapped = safe_open(file.path, framework="pt", device="cpu")
-        tensor = mapped.get_tensor(entry.tensor.name)
+            mapped = file.map()
+        raw = torch.empty(0, dtype=torch.uint8)
+        if header.nbytes:
+            raw = torch.frombuffer(
+                mapped, dtype=torch.uint8, count=header.nbytes, offset=header.begin
+            )
+        tensor = raw.view(header.torch_dtype).view(header.torch_shape)
         if tensor.ndim > 0:
-            tensor.row_source = SafetensorsRowSource(file, entry.tensor)
-        yield entry.tensor.name, tensor
+            tensor.row_source = SafetensorsRowSource(file, header)
+        yield header.name, tensor

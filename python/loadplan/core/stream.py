@@ -6,9 +6,11 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 
 from .header import LoadPlanError
 from .plan import LoadPlan, Route
+from .ranks import together
 from .read import host_tensors, read_tensors
 
 logger = logging.getLogger(__name__)
@@ -21,6 +23,7 @@ def run_plan(
     *,
     stream_files: Callable[[list[str]], NamedTensors],
     device: torch.device,
+    group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(name, tensor)`` for every wanted tensor of ``plan``.
 
@@ -29,21 +32,46 @@ def run_plan(
         stream_files: The engine's InstantTensor iterator over whole files, called once
             and only if there is something to stream.
         device: Where READ tensors go.
+        group: The ranks that load together. A read that fails on one of them raises on
+            all when they have read everything.
 
     Raises:
-        LoadPlanError: a tensor arrived twice, or not at all.
+        LoadPlanError: a tensor arrived twice or not at all, or another rank failed.
     """
     missing = set(plan.promised)
+
+    def arrived(name: str) -> None:
+        if name not in missing:
+            raise LoadPlanError(
+                f"tensor {name!r} arrived "
+                + ("twice" if name in plan.promised else "and is in no header")
+                + "; report this with the checkpoint's index"
+            )
+        missing.remove(name)
+
+    def finish() -> None:
+        if failure is not None:
+            raise failure
+        if missing:
+            raise LoadPlanError(
+                f"{len(missing)} tensor(s) never arrived: {sorted(missing)[:10]}; "
+                "report this with the checkpoint's index"
+            )
+
+    failure = None
     try:
-        for name, tensor in _routes(plan, stream_files=stream_files, device=device):
-            if name not in missing:
-                raise LoadPlanError(
-                    f"tensor {name!r} arrived "
-                    + ("twice" if name in plan.promised else "and is in no header")
-                    + "; report this with the checkpoint's index"
-                )
-            missing.remove(name)
+        # What fails here is raised at once: the other ranks may be in a collective read
+        # and would not hear of it.
+        for name, tensor in _streamed(plan, stream_files):
+            arrived(name)
             yield name, tensor
+        try:
+            for name, tensor in _read(plan, device):
+                arrived(name)
+                yield name, tensor
+        except Exception as error:
+            failure = error
+        together(group, finish)
     except GeneratorExit:
         if missing:
             logger.warning(
@@ -52,30 +80,24 @@ def run_plan(
                 len(plan.promised),
             )
         raise
-    if missing:
-        raise LoadPlanError(
-            f"{len(missing)} tensor(s) never arrived: {sorted(missing)[:10]}; "
-            "report this with the checkpoint's index"
-        )
 
 
-def _routes(
-    plan: LoadPlan,
-    *,
-    stream_files: Callable[[list[str]], NamedTensors],
-    device: torch.device,
+def _streamed(
+    plan: LoadPlan, stream_files: Callable[[list[str]], NamedTensors]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     files = plan.stream_files
-    if files:
-        opened = set(files)
-        dropped = {
-            entry.tensor.name
-            for entry in plan.of(Route.SKIP)
-            if entry.file.path in opened
-        }
-        for name, tensor in stream_files(files):
-            if name not in dropped:
-                yield name, tensor
+    if not files:
+        return
+    opened = set(files)
+    dropped = {
+        entry.tensor.name for entry in plan.of(Route.SKIP) if entry.file.path in opened
+    }
+    for name, tensor in stream_files(files):
+        if name not in dropped:
+            yield name, tensor
+
+
+def _read(plan: LoadPlan, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     yield from read_tensors(plan.of(Route.READ), device)
     # Last, so that two streams of requests never compete for the disk.
     yield from host_tensors(plan.of(Route.HOST))

@@ -10,35 +10,48 @@ rest of their files is read tensor by tensor.
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
-from typing import TYPE_CHECKING, Callable, Iterator, List, Optional, Tuple
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Tuple,
+)
 
 import torch
 
-from sglang.srt.layers.engram_config import resolve_engram_tables
+from sglang.srt.configs.load_config import _DEFAULT_LOAD_GROUP, LoadGroup
+from sglang.srt.layers.engram_config import engram_host_resident_patterns
 from sglang.srt.model_loader.loadplan import (
     VERSION,
     LoadPlan,
     LoadPlanError,
+    Machine,
     Route,
-    make_plan,
-    read_headers,
+    plan_together,
     read_index,
+    ring_budget,
     run_plan,
+    small_io_depth,
 )
 from sglang.srt.platforms import current_platform
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import get_bool_env_var
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.load_config import LoadGroup
+    from torch.distributed import ProcessGroup
+
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
 logger = logging.getLogger(__name__)
 
 # What the plan decides itself; InstantTensor takes everything else as it is given.
 _RESERVED_OPTIONS = ("copy", "process_group", "tensor_filter")
-
-_ENGRAM_TABLES = (".engram.embed.weight", ".engram.embed.scale")
 
 
 def planned_weights_iterator(
@@ -51,27 +64,45 @@ def planned_weights_iterator(
     load_group: LoadGroup,
 ) -> Iterator[Tuple[str, torch.Tensor]]:
     """Iterate over the weights of `source`; whole files go through `stream_weights`."""
-
-    def stream_files(files: List[str]) -> Iterator[Tuple[str, torch.Tensor]]:
-        return stream_weights(files, extra_config=extra_config, load_group=load_group)
-
-    if get_bool_env_var("LOADPLAN_DISABLE") or _is_refused(hf_weights_files):
-        yield from stream_files(hf_weights_files)
+    options = extra_config or {}
+    disabled = get_bool_env_var("LOADPLAN_DISABLE")
+    if disabled:
+        logger.info("loadplan %s is turned off by LOADPLAN_DISABLE.", VERSION)
+    if disabled or _is_refused(hf_weights_files):
+        yield from stream_weights(
+            hf_weights_files, extra_config=extra_config, load_group=load_group
+        )
         return
 
-    reserved = sorted(set(_RESERVED_OPTIONS).intersection(extra_config or ()))
+    reserved = sorted(set(_RESERVED_OPTIONS).intersection(options))
     if reserved:
         raise ValueError(
             f"--model-loader-extra-config sets {reserved} for InstantTensor, which "
             "SGLang decides from the checkpoint and the model; remove them"
         )
-    plan = plan_weights(hf_weights_files, hf_folder=hf_folder, source=source)
-    _log_plan(plan)
-    yield from run_plan(
-        plan,
-        stream_files=stream_files,
-        device=current_platform.get_device(torch.cuda.current_device()),
+    group = _group(load_group)
+    plan = plan_weights(
+        hf_weights_files,
+        hf_folder=hf_folder,
+        source=source,
+        options=options,
+        group=group,
     )
+    _log_plan(plan)
+
+    def stream_files(files: List[str]) -> Iterator[Tuple[str, torch.Tensor]]:
+        depth = small_io_depth(
+            plan.stream_file_bytes(),
+            world_size=1 if group is None else torch.distributed.get_world_size(group),
+            options=options,
+        )
+        return stream_weights(
+            files,
+            extra_config=options if depth is None else {**options, "io_depth": depth},
+            load_group=load_group,
+        )
+
+    yield from run_plan(plan, stream_files=stream_files, device=_device(), group=group)
 
 
 def plan_weights(
@@ -79,24 +110,59 @@ def plan_weights(
     *,
     hf_folder: str,
     source: DefaultModelLoader.Source,
+    options: Mapping[str, Any],
+    group: Optional[ProcessGroup],
 ) -> LoadPlan:
-    """Decide from the headers where each tensor of `source` goes."""
-    plan = make_plan(
-        read_headers(hf_weights_files),
+    """Decide from the headers where each tensor of `source` goes, on all ranks alike."""
+    import instanttensor
+
+    free_bytes, _ = torch.cuda.mem_get_info(_device())
+    return plan_together(
+        hf_weights_files,
+        folder=hf_folder,
+        group=group,
+        machine=Machine(
+            device_budget=ring_budget(free_bytes, options),
+            # The releases carry no version; the filter came with 0.2.
+            old_reader="tensor_filter"
+            not in inspect.signature(instanttensor.safe_open).parameters,
+        ),
+        check=_check_engram_tables,
         weight_map=read_index(hf_folder),
         host_resident_weight_patterns=source.host_resident_weight_patterns or (),
     )
-    if resolve_engram_tables().host_layout is not None:
-        for entry in plan.entries:
-            if entry.route in (Route.READ, Route.STREAM) and entry.tensor.name.endswith(
-                _ENGRAM_TABLES
-            ):
-                raise LoadPlanError(
-                    f"{entry.file.path}: tensor {entry.tensor.name!r} is planned for "
-                    "the device, but the Engram tables are placed on the host; the "
-                    "model must declare it in host_resident_weight_patterns"
-                )
-    return plan
+
+
+def _check_engram_tables(plan: LoadPlan) -> None:
+    # The tables themselves: an adapter's weights for them do go to the device.
+    tables = tuple(
+        pattern + part
+        for pattern in engram_host_resident_patterns() or ()
+        for part in ("weight", "scale")
+    )
+    for entry in plan.entries:
+        on_device = entry.route in (Route.READ, Route.STREAM)
+        if on_device and entry.tensor.name.endswith(tables):
+            raise LoadPlanError(
+                f"{entry.file.path}: tensor {entry.tensor.name!r} is planned for the "
+                "device, but the Engram tables are placed on the host; the model must "
+                "declare it in host_resident_weight_patterns"
+            )
+
+
+def _group(load_group: LoadGroup) -> Optional[ProcessGroup]:
+    """The ranks that InstantTensor will read with, as a group for host objects."""
+    if load_group is _DEFAULT_LOAD_GROUP:
+        if not torch.distributed.is_initialized():
+            return None
+        load_group = get_parallel().world_group
+    if load_group is None or load_group.world_size == 1:
+        return None
+    return load_group.cpu_group
+
+
+def _device() -> torch.device:
+    return current_platform.get_device(torch.cuda.current_device())
 
 
 def _is_refused(hf_weights_files: List[str]) -> bool:

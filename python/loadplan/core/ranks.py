@@ -1,0 +1,139 @@
+"""Ranks that load together agree: before the first collective read and after the last.
+
+Only the group that the engine passed is used. Without one, or alone, there is no step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from .header import FileHeader, LoadPlanError, read_headers
+from .plan import LoadPlan, make_plan
+
+Result = TypeVar("Result")
+
+
+def together(
+    group: dist.ProcessGroup | None, work: Callable[[], Result]
+) -> list[Result]:
+    """Run ``work`` on every rank of ``group`` and give each rank all results, by rank.
+
+    Results are pickled. Every rank must call it.
+
+    Raises:
+        LoadPlanError: another rank's ``work`` raised; the text names the rank.
+        Exception: what this rank's own ``work`` raised.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return [work()]
+    failure = result = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, (told, result), group=group)
+    if failure is not None:
+        raise failure
+    for rank, (text, _) in enumerate(answers):
+        if text is not None:
+            raise LoadPlanError(f"rank {rank} of {len(answers)} failed: {text}")
+    return [result for _, result in answers]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Machine:
+    """What a rank's machine allows and another's may not; reduced before routing.
+
+    ``device_budget`` is in bytes, None where there is no limit.
+    """
+
+    device_budget: int | None = None
+    old_reader: bool = False
+
+
+def plan_together(
+    paths: Sequence[str],
+    *,
+    folder: str,
+    group: dist.ProcessGroup | None,
+    machine: Machine,
+    check: Callable[[LoadPlan], None] = lambda plan: None,
+    **choices: Any,
+) -> LoadPlan:
+    """Read the headers and make one plan that all ranks of ``group`` follow.
+
+    Args:
+        paths: The shards that the engine selected.
+        folder: The checkpoint's folder, which may lie elsewhere on another node.
+        group: The ranks that load together, or None.
+        machine: What this rank's machine allows.
+        check: Raises if this rank must not follow the plan.
+        choices: Passed on to ``make_plan``.
+
+    Raises:
+        LoadPlanError: a rank failed, or the ranks see different checkpoints.
+    """
+    headers: list[FileHeader] = []
+
+    def look() -> tuple[Machine, dict[str, bool]]:
+        headers.extend(read_headers(paths))
+        return machine, {_relative(h.path, folder): h.in_memory for h in headers}
+
+    seen = together(group, look)
+    budgets = [m.device_budget for m, _ in seen if m.device_budget is not None]
+    media = [in_memory for _, in_memory in seen]
+    plans: list[LoadPlan] = []
+
+    def decide() -> dict[str, str]:
+        plan = make_plan(
+            [_reduced(header, folder=folder, media=media) for header in headers],
+            device_budget=min(budgets, default=None),
+            old_reader=any(m.old_reader for m, _ in seen),
+            **choices,
+        )
+        check(plan)
+        plans.append(plan)
+        digests = plan.file_digests()
+        return {_relative(path, folder): text for path, text in digests.items()}
+
+    _compare(together(group, decide))
+    return plans[0]
+
+
+def _relative(path: str, folder: str) -> str:
+    return os.path.relpath(path, folder)
+
+
+def _reduced(
+    header: FileHeader, *, folder: str, media: Sequence[dict[str, bool]]
+) -> FileHeader:
+    """``header`` with the medium on which all ranks have it, None if they differ."""
+    name = _relative(header.path, folder)
+    found = {in_memory[name] for in_memory in media if name in in_memory}
+    if found == {header.in_memory}:
+        return header
+    return dataclasses.replace(header, in_memory=None)
+
+
+def _compare(digests: Sequence[dict[str, str]]) -> None:
+    first = digests[0]
+    for rank, other in enumerate(digests):
+        for shard in sorted(first.keys() | other.keys()):
+            if first.get(shard) != other.get(shard):
+                lacking = [r for r, d in ((0, first), (rank, other)) if shard not in d]
+                what = (
+                    f"rank {lacking[0]} has no shard {shard!r}"
+                    if lacking
+                    else f"shard {shard!r} differs in size, header or routes"
+                )
+                raise LoadPlanError(
+                    f"rank {rank} would load something else than rank 0: {what}; "
+                    "give every node the same checkpoint and configuration"
+                )

@@ -1,0 +1,70 @@
+"""InstantTensor's ring of device memory: how large it will be, how deep it needs to be.
+
+The rules and defaults are those of InstantTensor 0.2.2 (and, where they agree, 0.1.9),
+read from its source and compared with the library on a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Defaults for files on disk: bytes of a read, reads in flight over all ranks, and the
+# fewest of one rank. The ring has room for every read in flight.
+_READ_BYTES = 8 << 20
+_READS_IN_FLIGHT = 512
+_FEWEST_READS = 3
+
+# Share of the free device memory that the ring may take.
+_MAX_FREE_MEM_USAGE = 0.5
+
+# Any of these sizes the ring by itself.
+_SIZING_OPTIONS = ("backend", "buffer_size", "chunk_size", "io_depth")
+
+
+def option(options: Mapping[str, Any], name: str) -> Any:
+    """An option as InstantTensor resolves it: argument, INSTANTTENSOR_*, else None."""
+    value = options.get(name)
+    return os.environ.get(f"INSTANTTENSOR_{name.upper()}") if value is None else value
+
+
+def ring_budget(free_bytes: int, options: Mapping[str, Any]) -> int:
+    """The most bytes that the ring may take of ``free_bytes`` of device memory."""
+    share = option(options, "max_free_mem_usage")
+    return int(free_bytes * float(_MAX_FREE_MEM_USAGE if share is None else share))
+
+
+def ring_bytes(sizes: Sequence[int]) -> int:
+    """The ring that InstantTensor chooses for tensors of ``sizes`` bytes, in its order.
+
+    It wants 90 % of the bytes read while others are used: a tensor needs room for its
+    predecessor and twice itself. It never takes less than the largest.
+    """
+    if not sizes:
+        return 0
+    needs = [(sizes[0], sizes[0])]
+    needs += [(before + 2 * size, size) for before, size in itertools.pairwise(sizes)]
+    needs.sort()
+    covered = itertools.accumulate(size for _, size in needs)
+    enough = sum(sizes) * 0.9
+    ring = next((n for (n, _), c in zip(needs, covered, strict=True) if c >= enough), 0)
+    return max(ring, *sizes)
+
+
+def small_io_depth(
+    file_bytes: Sequence[int], *, world_size: int, options: Mapping[str, Any]
+) -> int | None:
+    """The depth at which every read is in flight at once, None to keep the default.
+
+    The default ring is 4 GiB on disk whatever is read. Fewer reads than it has room for
+    need no more room than their own. Options of the user win.
+    """
+    if any(option(options, name) is not None for name in _SIZING_OPTIONS):
+        return None
+    # A file's reads start on their own boundary, so it can take one more.
+    reads = sum(-(-size // _READ_BYTES) + 1 for size in file_bytes)
+    depth = max(-(-reads // world_size), _FEWEST_READS)
+    default = max(_READS_IN_FLIGHT // world_size, _FEWEST_READS)
+    return depth if depth < default else None

@@ -1,0 +1,203 @@
+"""Two ranks over gloo: one plan, and failures that all of them hear of."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from files import write_shard
+
+from loadplan.core import (
+    LoadPlan,
+    LoadPlanError,
+    Machine,
+    Route,
+    make_plan,
+    plan_together,
+    read_header,
+    run_plan,
+)
+
+RANKS = 2
+
+
+def _rank_main(
+    rank: int, folder: Path, target: Callable[[int], object], results
+) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS
+    )
+    try:
+        outcome = ("result", target(rank))
+    except Exception as error:
+        outcome = (type(error).__name__, str(error))
+    results.put((rank, outcome))
+    dist.barrier()
+
+
+def on_ranks(
+    tmp_path: Path, target: Callable[[int], object]
+) -> list[tuple[str, object]]:
+    """Run ``target(rank)`` in two processes; what each returned or raised."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    processes = [
+        context.Process(target=_rank_main, args=(rank, tmp_path, target, results))
+        for rank in range(RANKS)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        found = dict(results.get(timeout=60) for _ in processes)
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    return [found[rank] for rank in range(RANKS)]
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> list[Path]:
+    """One folder a rank, as if on two nodes, with the same checkpoint."""
+    folders = [tmp_path / "node0", tmp_path / "node1"]
+    folders[0].mkdir()
+    write_shard(folders[0] / "a.safetensors", [("x", "U8", (1000,)), ("y", "U8", (4,))])
+    write_shard(folders[0] / "b.safetensors", [("z", "U8", (8,))])
+    shutil.copytree(*folders)
+    return folders
+
+
+def plan(nodes: list[Path], rank: int, **choices: object) -> LoadPlan:
+    machine = choices.pop("machine", Machine())
+    return plan_together(
+        sorted(str(path) for path in nodes[rank].glob("*.safetensors")),
+        folder=str(nodes[rank]),
+        group=dist.group.WORLD,
+        machine=machine,
+        **choices,
+    )
+
+
+def routes(nodes: list[Path], rank: int, **choices: object) -> dict[str, str]:
+    entries = plan(nodes, rank, **choices).entries
+    return {entry.tensor.name: entry.route.value for entry in entries}
+
+
+def test_least_budget_and_oldest_reader_decide_for_all(
+    tmp_path: Path, nodes: list[Path]
+) -> None:
+    """Red when ranks with different memory make different plans."""
+    machines = [Machine(device_budget=10**6), Machine(device_budget=500)]
+    found = on_ranks(tmp_path, lambda r: routes(nodes, r, machine=machines[r]))
+    expected = {"x": "host", "y": "read", "z": "stream"}
+    assert found == [("result", expected)] * RANKS
+
+
+def test_medium_that_differs_by_rank_is_known_to_both(
+    tmp_path: Path, nodes: list[Path]
+) -> None:
+    """One node has a shard in memory; red when only that rank routes around it."""
+    memory = Path("/dev/shm", f"loadplan-{os.getpid()}")
+    shutil.copytree(nodes[1], memory)
+    try:
+        (memory / "a.safetensors").unlink()
+        (memory / "a.safetensors").symlink_to(nodes[1] / "a.safetensors")
+        found = on_ranks(tmp_path, lambda rank: routes([nodes[0], memory], rank))
+    finally:
+        shutil.rmtree(memory)
+    assert found == [("result", {"x": "stream", "y": "stream", "z": "read"})] * RANKS
+
+
+def test_failure_in_one_ranks_header_pass_raises_on_all(
+    tmp_path: Path, nodes: list[Path]
+) -> None:
+    """Red when the healthy rank goes on alone into a collective read."""
+    (nodes[1] / "b.safetensors").write_bytes(b"broken")
+    healthy, broken = on_ranks(tmp_path, lambda rank: routes(nodes, rank))
+    assert broken[0] == "LoadPlanError" and "refused by safetensors" in broken[1]
+    assert healthy[0] == "LoadPlanError"
+    assert healthy[1].startswith("rank 1 of 2 failed: LoadPlanError: ")
+    assert "b.safetensors: refused by safetensors" in healthy[1]
+
+
+@pytest.mark.parametrize("change", ["name", "list", "size", "patterns"])
+def test_difference_between_ranks_is_an_error_that_names_it(
+    tmp_path: Path, nodes: list[Path], change: str
+) -> None:
+    """Red when ranks read different tensors together, which hangs or mixes bytes."""
+    b = nodes[1] / "b.safetensors"
+    if change == "name":
+        write_shard(b, [("w", "U8", (8,))])
+    elif change == "list":
+        b.unlink()
+    elif change == "size":
+        write_shard(b, [("z", "U8", (9,))])
+    patterns = [(), ("z",) if change == "patterns" else ()]
+    found = on_ranks(
+        tmp_path,
+        lambda rank: routes(nodes, rank, host_resident_weight_patterns=patterns[rank]),
+    )
+    assert found[0] == found[1]
+    kind, text = found[0]
+    assert kind == "LoadPlanError"
+    assert "rank 1 would load something else than rank 0" in text
+    assert "'b.safetensors'" in text
+
+
+def stream_nothing(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in files:
+        for tensor in read_header(path).tensors:
+            yield tensor.name, torch.empty(0)
+
+
+def load(nodes: list[Path], rank: int, *, broken: int | None) -> list[str]:
+    made = plan(nodes, rank, host_resident_weight_patterns=("x",))
+    assert {entry.route for entry in made.entries} >= {Route.READ, Route.STREAM}
+    if rank == broken:
+        os.truncate(nodes[rank] / "a.safetensors", 200)
+    weights = run_plan(
+        made,
+        stream_files=stream_nothing,
+        device=torch.device("cpu"),
+        group=dist.group.WORLD,
+    )
+    return sorted(name for name, _ in weights)
+
+
+def test_read_that_fails_on_one_rank_raises_on_all_after_the_last(
+    tmp_path: Path, nodes: list[Path]
+) -> None:
+    """Red when the healthy rank ends its load as if all were well."""
+    healthy, broken = on_ranks(tmp_path, functools.partial(load, nodes, broken=1))
+    assert broken[0] == "ShortFileError"
+    assert healthy[0] == "LoadPlanError"
+    assert "rank 1 of 2 failed: ShortFileError" in healthy[1]
+
+
+def test_ranks_that_agree_load_the_same(tmp_path: Path, nodes: list[Path]) -> None:
+    """Red when the exchange itself gets in the way."""
+    found = on_ranks(tmp_path, functools.partial(load, nodes, broken=None))
+    assert found == [("result", ["x", "y", "z"])] * RANKS
+
+
+def test_alone_there_is_no_step(
+    nodes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a single process needs torch.distributed."""
+    monkeypatch.setattr(dist, "all_gather_object", None)
+    made = plan_together(
+        [str(nodes[0] / "b.safetensors")],
+        folder=str(nodes[0]),
+        group=None,
+        machine=Machine(),
+    )
+    assert made == make_plan([read_header(str(nodes[0] / "b.safetensors"))])
+    with pytest.raises(LoadPlanError, match="no such file"):
+        plan_together(["gone"], folder=".", group=None, machine=Machine())

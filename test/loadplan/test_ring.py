@@ -1,0 +1,64 @@
+"""InstantTensor's ring, against the stub that was compared with the library."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loadplan import fake_instanttensor_sizes as stub
+from loadplan.core.ring import ring_budget, ring_bytes, small_io_depth
+
+GIB = 1 << 30
+
+
+@given(st.lists(st.integers(1, 1 << 40), min_size=1, max_size=40))
+def test_ring_is_what_the_library_chooses(sizes: list[int]) -> None:
+    """Red when our rule and the library's part ways."""
+    assert ring_bytes(sizes) == stub.ring_for_tensors(sizes)
+
+
+def test_no_tensors_need_no_ring() -> None:
+    """Red when a plan without a stream is held against the budget."""
+    assert ring_bytes([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "world", "depth"),
+    [
+        ([24], 1, 3),
+        ([24], 8, 3),
+        ([1 << 30], 1, 129),
+        ([1 << 30], 4, 33),
+        ([8 << 20] * 10, 1, 20),
+        ([4 << 30], 1, None),
+        ([4 << 30], 2, None),
+        ([5 << 29], 4, 81),
+    ],
+)
+def test_depth_has_room_for_every_read_or_keeps_the_default(
+    files: list[int], world: int, depth: int | None
+) -> None:
+    """Red when a small load takes gigabytes, or a large one loses depth."""
+    assert small_io_depth(files, world_size=world, options={}) == depth
+
+
+@pytest.mark.parametrize("option", ["io_depth", "buffer_size", "chunk_size", "backend"])
+def test_options_and_variables_of_the_user_win(
+    option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a size that the user chose is replaced."""
+    assert small_io_depth([24], world_size=1, options={option: 1}) is None
+    assert small_io_depth([24], world_size=1, options={option: None}) == 3
+    monkeypatch.setenv(f"INSTANTTENSOR_{option.upper()}", "1")
+    assert small_io_depth([24], world_size=1, options={}) is None
+
+
+def test_budget_is_half_of_the_free_memory_unless_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Red when the share that the user gave the library is not ours."""
+    assert ring_budget(80 * GIB, {}) == 40 * GIB
+    monkeypatch.setenv("INSTANTTENSOR_MAX_FREE_MEM_USAGE", "0.25")
+    assert ring_budget(80 * GIB, {}) == 20 * GIB
+    assert ring_budget(80 * GIB, {"max_free_mem_usage": 1}) == 80 * GIB
