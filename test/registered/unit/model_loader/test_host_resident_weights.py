@@ -20,6 +20,9 @@ from safetensors.torch import save_file
 
 from loadplan.fake import Record, fake_gpu
 from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.model_executor.model_runner_components.weight_updater import (
+    WeightUpdater,
+)
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.model_loader.weight_utils import instanttensor_weights_iterator
 from sglang.srt.platforms import current_platform
@@ -378,11 +381,38 @@ class TestEveryWayIn(LoaderCase):
         self.assert_exact(load, expected)
         self.assertEqual(load.on_device, {DENSE})
 
+    @pytest.mark.feature
+    def test_reload_from_disk_asks_the_model_again(self):
+        # Turns red when update_weights_from_disk streams what lives on the host.
+        expected = self.write(a=[TABLE, SCALE], b=[DENSE])
+        model = Declaring(PATTERNS)
+        arrived = {}
+        model.load_weights = lambda weights: arrived.update(weights)
+        model_config = self.model_config()
+        model_config.dtype, model_config.quantization = torch.bfloat16, None
+        updater = WeightUpdater(
+            tp_rank=0,
+            device="cpu",
+            gpu_id=0,
+            model_config=model_config,
+            custom_weight_loaders={},
+            get_model=lambda: model,
+            update_model_fields=lambda *args, **kwargs: None,
+            recapture_cuda_graph=None,
+            get_model_runner=None,
+        )
+        done, message = updater.update_weights_from_disk(self.folder, "instanttensor")
+        self.assertTrue(done, message)
+        load = Load(pairs=list(arrived.items()), record=self.record)
+        self.assert_exact(load, expected)
+        self.assertEqual(load.on_device, {DENSE})
+
     @pytest.mark.guard(mutation="Source requires the new fields")
     def test_sources_that_declare_nothing_are_one_stock_call(self):
         # As LoRA adapters and Cosmos3's vision encoder make them; red when a Source
         # without a model is planned otherwise.
         expected = self.write(a=[DENSE, "norm.weight"])
+        os.remove(f"{self.folder}/model.safetensors.index.json")
         os.mkdir(f"{self.folder}/vision_encoder")
         os.rename(
             f"{self.folder}/a.safetensors",
@@ -397,9 +427,6 @@ class TestEveryWayIn(LoaderCase):
                 allow_patterns_overrides=["vision_encoder/*.safetensors"],
             ),
         ):
-            os.path.exists(f"{self.folder}/model.safetensors.index.json") and os.remove(
-                f"{self.folder}/model.safetensors.index.json"
-            )
             self.record.calls.clear()
             pairs = list(self.loader()._get_weights_iterator(source))
             load = Load(pairs=pairs, record=self.record)
