@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 from loadplan.engines import Target, load_targets
-from loadplan.patching import FileState, commit, file_states, plan_apply
+from loadplan.patching import FileState, apply, file_states
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
 
@@ -38,6 +38,12 @@ def _is_patched(target: Target, tree: Path) -> bool:
     if not _has_release(target, tree):
         return False
     states = file_states(target, tree)
+    for path in target.files:
+        if states[path] is FileState.UNKNOWN:
+            sys.exit(
+                f"{tree / path}: has edits that no patch holds; keep them by 'make "
+                f"patches', or remove {tree}"
+            )
     return all(state is FileState.PATCHED for state in states.values())
 
 
@@ -69,7 +75,7 @@ def _copy_patched(target: Target, pristine: Path, patched: Path) -> None:
             copy_function=os.link,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
-        commit(Path(scratch) / "tree", plan_apply(target, Path(scratch) / "tree"))
+        apply(target, Path(scratch) / "tree")
         _replace(Path(scratch) / "tree", patched)
 
 

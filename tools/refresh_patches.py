@@ -14,7 +14,8 @@ import tempfile
 from pathlib import Path
 
 from loadplan.engines import Target, find_target
-from loadplan.patching import Patch, apply_hunks, read_series, sha256
+from loadplan.patching import sha256
+from loadplan.series import Patch, apply_hunks, read_series
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
 
@@ -23,7 +24,7 @@ def main(name: str) -> None:
     target = find_target(name)
     pristine = BUILD / "engines" / name / "pristine"
     edited = BUILD / "engines" / name / "patched"
-    series = read_series(target)
+    series = read_series(target.patches)
     last = {path: patch.name for patch in series for path in touched(patch)}
     before = {path: read(target, pristine, path) for path in last}
     hashes = {p: {"pristine": sha256(text.encode())} for p, text in before.items()}

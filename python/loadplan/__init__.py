@@ -1,5 +1,14 @@
 """Send every tensor of a checkpoint straight to where it will live."""
 
-from .core import VERSION as __version__
+from __future__ import annotations
 
 __all__ = ["__version__"]
+
+
+def __getattr__(name: str) -> str:
+    # The core imports torch, which patching an engine does not need.
+    if name == "__version__":
+        from .core import VERSION
+
+        return VERSION
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,20 +12,18 @@ import re
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Table
+from . import engines, patching, processes
+from .errors import EngineError
+from .patching import FileState
 
-from . import engines, patching
-from .core import VERSION, LoadPlanError
+# torch and rich are imported where they are needed: patching an engine needs neither,
+# and takes less time than their import.
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
 
 _DEFAULT_ENGRAM = '{"placement": "cpu"}'
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -54,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _command(argparse.ArgumentParser, prog="loadplan", text=_DESCRIPTION)
-    parser.add_argument("--version", action="version", version=f"loadplan {VERSION}")
+    parser.add_argument("--version", action=_Version, nargs=0)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     for name, run, summary in (
@@ -76,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
             type=Path,
             metavar="DIR",
             help="an unpacked wheel, a site-packages folder or a source checkout "
-            "(default: the engine that this Python imports)",
+            "(default: the engine of this Python's environment)",
         )
         if name == "status":
             command.add_argument("--json", action="store_true", help="for machines")
@@ -131,6 +129,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from .core import VERSION
+
+        parser.exit(message=f"loadplan {VERSION}\n")
+
+
 def _command(make, *args, text: str, **kwargs) -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     return make(*args, description=text, formatter_class=formatter, **kwargs)
@@ -148,11 +153,13 @@ def _locate(arguments: argparse.Namespace) -> tuple[engines.Target, Path]:
     if arguments.target is not None:
         root = engines.find_root(target, arguments.target)
     else:
-        root = engines.importable_root(target)
-        if root is None:
-            raise LoadPlanError(
-                f"{target.name} is not installed for {sys.executable}; run loadplan "
-                "with the engine's Python or name a folder by --target"
+        root = engines.environment_root(target)
+        imported = engines.importable_root(target)
+        if imported is not None and imported.resolve() != root.resolve():
+            print(
+                f"NOTE {target.name} is installed in {root}, but from here Python "
+                f"would import {imported}",
+                file=sys.stderr,
             )
     return target, root
 
@@ -160,38 +167,62 @@ def _locate(arguments: argparse.Namespace) -> tuple[engines.Target, Path]:
 def _apply(arguments: argparse.Namespace) -> int:
     target, root = _locate(arguments)
     engines.check_version(target, root)
-    edits = patching.plan_apply(target, root)
-    patching.commit(root, edits)
-    changed = f"{len(edits)} files changed" if edits else "was patched already"
+    changed = _changed(patching.apply(target, root), "was patched already")
     print(f"{target.name} {target.version} in {root}: patched, {changed}")
+    _mention_processes(target, root)
+    print(f"Next: {target.serve}")
+    print(f"'loadplan revert {target.name}' takes it back.")
     return 0
 
 
 def _revert(arguments: argparse.Namespace) -> int:
     target, root = _locate(arguments)
     engines.check_version(target, root)
-    edits = patching.plan_revert(target, root)
-    patching.commit(root, edits)
-    changed = f"{len(edits)} files changed" if edits else "was pristine already"
+    changed = _changed(patching.revert(target, root), "was pristine already")
     print(f"{target.name} {target.version} in {root}: pristine, {changed}")
+    _mention_processes(target, root)
     return 0
+
+
+def _changed(edits: list[patching.Edit], otherwise: str) -> str:
+    """How many files of the engine changed; receipts and RECORD go without saying."""
+    count = sum(edit.path.endswith(".py") for edit in edits)
+    return f"{count} files changed" if count else otherwise
+
+
+def _mention_processes(target: engines.Target, root: Path) -> None:
+    running = processes.engine_processes(target.package, root)
+    if running:
+        print(
+            f"NOTE {target.name} is running (process {', '.join(map(str, running))}); "
+            "it keeps the code that it has loaded until it is restarted"
+        )
 
 
 def _status(arguments: argparse.Namespace) -> int:
     target, root = _locate(arguments)
-    states = patching.file_states(target, root)
+    status = patching.status(target, root)
+    running = processes.engine_processes(target.package, root)
     if arguments.json:
-        files = {path: state.value for path, state in states.items()}
-        report = {"engine": target.name, "version": target.version, "files": files}
-        print(json.dumps(report | {"root": str(root)}, indent=2))
+        report = {"engine": target.name, "version": target.version, "root": str(root)}
+        report |= {"state": status.state, "advice": status.advice}
+        report["files"] = {path: s.name.lower() for path, s in status.files.items()}
+        report |= {"leftovers": list(status.leftovers), "processes": running}
+        print(json.dumps(report, indent=2))
     else:
-        print(f"{target.name} {target.version} in {root}")
-        for path, state in states.items():
-            print(f"  {state.value:9} {path}")
+        print(f"{target.name} {target.version} in {root}: {status.state}")
+        for path, state in status.files.items():
+            print(f"  {state.name.lower():9} {path}")
+        for path in status.leftovers:
+            print(f"  leftover  {path}")
+        print(status.advice)
+        _mention_processes(target, root)
     return 0
 
 
 def _synth(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from . import synth
 
     options = synth.SynthOptions(
@@ -217,6 +248,8 @@ def _synth(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
     from . import load
 
     load.check_checkpoint(arguments.checkpoint)
@@ -227,9 +260,8 @@ def _load(arguments: argparse.Namespace) -> int:
     else:
         arguments.target = None
         root = _locate(arguments)[1]
-    states = set(patching.file_states(target, root).values())
-    if states != {patching.FileState.PATCHED}:
-        raise LoadPlanError(
+    if set(patching.file_states(target, root).values()) != {FileState.PATCHED}:
+        raise EngineError(
             f"{root}: {target.name} is not patched, or not wholly; "
             f"'loadplan apply {target.name}' does that"
         )
@@ -277,6 +309,8 @@ def _reader() -> str:
 
 
 def _plan_table(plan) -> Table:
+    from rich.table import Table
+
     table = Table(title="The plan, from the headers alone")
     for column in ("route", "files", "tensors", "size"):
         table.add_column(column, justify="left" if column == "route" else "right")
@@ -288,6 +322,8 @@ def _plan_table(plan) -> Table:
 
 
 def _print_report(console: Console, report) -> None:
+    from rich.table import Table
+
     table = Table(title="What arrived")
     for column in ("route", "files", "tensors", "size", "seconds", "GB/s"):
         table.add_column(column, justify="left" if column == "route" else "right")
@@ -316,6 +352,15 @@ def _print_report(console: Console, report) -> None:
 
 
 def _progress(console: Console) -> Progress:
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

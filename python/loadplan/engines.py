@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
+import urllib.parse
+from importlib import metadata
 from pathlib import Path
 
 import tomllib
 
-from .core import LoadPlanError
+from .errors import EngineError
 
 _PACKAGE = Path(__file__).parent
 
@@ -25,7 +28,10 @@ class Target:
 
     Paths in ``files`` are relative to the folder that holds the engine's package
     (site-packages, an unpacked wheel); ``prefix`` is that folder in the upstream
-    repository. ``files`` maps each touched file to its pristine and patched sha256.
+    repository. ``files`` maps each touched file to its pristine and patched sha256;
+    ``retired`` maps what only earlier versions of loadplan wrote to its pristine
+    sha256, or to "" where the engine has no such file. ``serve`` is a command that
+    uses the patches.
     """
 
     name: str
@@ -33,11 +39,18 @@ class Target:
     package: str
     prefix: str
     core_folder: str
+    serve: str
     files: dict[str, dict[str, str]]
+    retired: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def patches(self) -> Path:
         return data_folder() / "patches" / self.name
+
+    @property
+    def record(self) -> str:
+        """The list of an installed wheel's files, which a checkout does not have."""
+        return f"{self.package}-{self.version}.dist-info/RECORD"
 
     def upstream(self, path: str) -> str:
         return self.prefix + path
@@ -65,7 +78,9 @@ def load_targets() -> dict[str, Target]:
             package=entry["package"],
             prefix=entry["prefix"],
             core_folder=entry["core_folder"],
+            serve=entry["serve"],
             files=entry.get("files", {}),
+            retired=entry.get("retired", {}),
         )
         for name, entry in table.items()
     }
@@ -75,11 +90,11 @@ def find_target(name: str) -> Target:
     """The target called ``name``.
 
     Raises:
-        LoadPlanError: there are no patches for that engine.
+        EngineError: there are no patches for that engine.
     """
     targets = load_targets()
     if name not in targets:
-        raise LoadPlanError(f"no patches for engine {name!r}, known: {sorted(targets)}")
+        raise EngineError(f"no patches for engine {name!r}, known: {sorted(targets)}")
     return targets[name]
 
 
@@ -87,15 +102,40 @@ def find_root(target: Target, folder: Path) -> Path:
     """The folder that holds the engine's package: ``folder``, or below it a checkout's.
 
     Raises:
-        LoadPlanError: neither holds the package.
+        EngineError: neither holds the package.
     """
     for root in (folder, folder / target.prefix):
         if (root / target.package / "__init__.py").is_file():
             return root
-    raise LoadPlanError(
+    raise EngineError(
         f"{folder}: no package {target.package!r} here or in {target.prefix!r}, "
         "expected an unpacked wheel, a site-packages folder or a source checkout"
     )
+
+
+def environment_root(target: Target) -> Path:
+    """The folder that holds the engine of this Python's environment.
+
+    The engine is not imported: that takes long, and fails where its kernels do.
+
+    Raises:
+        EngineError: it is not installed, or is a release without patches.
+    """
+    try:
+        distribution = metadata.distribution(target.name)
+    except metadata.PackageNotFoundError:
+        root = importable_root(target)
+        if root is None:
+            raise EngineError(
+                f"{target.name} is not installed for this Python; run loadplan with "
+                "the engine's Python or name a folder by --target"
+            ) from None
+        return find_root(target, root)
+    _check_release(target, distribution.version, where="this Python's environment")
+    checkout = _editable_folder(distribution)
+    if checkout is not None:
+        return find_root(target, checkout)
+    return find_root(target, Path(distribution.locate_file("")))
 
 
 def importable_root(target: Target) -> Path | None:
@@ -103,17 +143,31 @@ def importable_root(target: Target) -> Path | None:
     spec = importlib.util.find_spec(target.package)
     if spec is None or not spec.submodule_search_locations:
         return None
-    return Path(spec.submodule_search_locations[0]).parent
+    return Path(list(spec.submodule_search_locations)[0]).parent
 
 
 def check_version(target: Target, root: Path) -> None:
     """Refuse a release other than the pinned one, where the tree tells its version."""
-    versions = {
-        path.name.removesuffix(".dist-info").split("-", 1)[1]
-        for path in root.glob(f"{target.package}-*.dist-info")
-    }
-    if versions and target.version not in versions:
-        raise LoadPlanError(
-            f"{root}: {target.name} {', '.join(sorted(versions))}, expected "
-            f"{target.version}; install that release. Nothing was changed"
+    for path in root.glob(f"{target.package}-*.dist-info"):
+        version = path.name.removesuffix(".dist-info").split("-", 1)[1]
+        _check_release(target, version, where=str(root))
+
+
+def _check_release(target: Target, version: str, *, where: str) -> None:
+    if version != target.version:
+        raise EngineError(
+            f"{where}: {target.name} {version}, expected one of [{target.version}]; "
+            "install that release. Nothing was changed"
         )
+
+
+def _editable_folder(distribution: metadata.Distribution) -> Path | None:
+    """The project folder of ``pip install -e``, None for any other installation."""
+    text = distribution.read_text("direct_url.json")
+    if text is None:
+        return None
+    origin = json.loads(text)
+    url = urllib.parse.urlsplit(origin.get("url", ""))
+    if not origin.get("dir_info", {}).get("editable") or url.scheme != "file":
+        return None
+    return Path(urllib.parse.unquote(url.path))

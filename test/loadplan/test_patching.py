@@ -3,46 +3,30 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
+from engine_tree import LOADER, PRISTINE, TARGET, make_tree, snapshot
 
 from loadplan import engines, patching
-from loadplan.core import LoadPlanError
-from loadplan.patching import FileState, Hunk
-
-TARGET = engines.find_target("sglang")
-PRISTINE = Path(__file__).parents[2] / "build" / "engines" / "sglang" / "pristine"
-LOADER = "sglang/srt/model_loader/loader.py"
+from loadplan import tree as trees
+from loadplan.errors import EngineError
+from loadplan.patching import FileState
+from loadplan.series import Hunk, apply_hunks, read_series, reverse_hunks
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """The touched files of the release, in the layout of an unpacked wheel."""
-    root = tmp_path / "site-packages"
-    for path in (*TARGET.files, "sglang/__init__.py"):
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(PRISTINE / path, root / path)
-    (root / f"sglang-{TARGET.version}.dist-info").mkdir()
-    return root
-
-
-def snapshot(root: Path) -> dict[str, bytes]:
-    files = (path for path in root.rglob("*") if path.is_file())
-    return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+    return make_tree(tmp_path / "site-packages")
 
 
 def apply(root: Path) -> int:
-    edits = patching.plan_apply(TARGET, root)
-    patching.commit(root, edits)
-    return len(edits)
+    return len(patching.apply(TARGET, root))
 
 
 def revert(root: Path) -> int:
-    edits = patching.plan_revert(TARGET, root)
-    patching.commit(root, edits)
-    return len(edits)
+    return len(patching.revert(TARGET, root))
 
 
 def states(root: Path) -> set[FileState]:
@@ -53,7 +37,8 @@ def test_apply_and_revert_end_in_the_same_bytes(tree: Path) -> None:
     """Red when revert leaves a file behind or does not give the release's bytes."""
     before = snapshot(tree)
     assert states(tree) == {FileState.PRISTINE}
-    assert apply(tree) == len(TARGET.files) + len(TARGET.new_files())
+    # A receipt for each file, and RECORD.
+    assert apply(tree) == 2 * (len(TARGET.files) + len(TARGET.new_files())) + 1
     assert states(tree) == {FileState.PATCHED}
     assert apply(tree) == 0
     revert(tree)
@@ -67,12 +52,13 @@ def test_tree_that_an_earlier_run_left_half_done_converges(tree: Path) -> None:
     before = snapshot(tree)
     edits = patching.plan_apply(TARGET, tree)
     for done in range(len(edits)):
-        patching.commit(tree, edits[done : done + 1])
+        trees.commit(tree, edits[done : done + 1])
         if done % 5 == 0:
             apply(tree)
             assert states(tree) == {FileState.PATCHED}
             revert(tree)
-            patching.commit(tree, edits[: done + 1])
+            trees.commit(tree, edits[: done + 1])
+    assert states(tree) == {FileState.PATCHED}
     revert(tree)
     assert snapshot(tree) == before
 
@@ -83,10 +69,10 @@ def test_unknown_file_stops_the_run_before_anything_is_written(tree: Path, run) 
     with (tree / LOADER).open("a") as file:
         file.write("# mine\n")
     before = snapshot(tree)
-    with pytest.raises(LoadPlanError, match="loader.py: changed by something else"):
+    with pytest.raises(EngineError, match="loader.py: changed by something else"):
         run(tree)
     (tree / LOADER).unlink()
-    with pytest.raises(LoadPlanError, match="loader.py: no such file"):
+    with pytest.raises(EngineError, match="loader.py: no such file"):
         run(tree)
     before.pop(LOADER)
     assert snapshot(tree) == before
@@ -107,8 +93,8 @@ def test_write_that_fails_takes_the_earlier_ones_back(
 
     edits = patching.plan_apply(TARGET, tree)
     monkeypatch.setattr(os, "replace", failing)
-    with pytest.raises(LoadPlanError, match="No space left.*nothing was changed"):
-        patching.commit(tree, edits)
+    with pytest.raises(EngineError, match="No space left.*nothing was changed"):
+        trees.commit(tree, edits)
     assert snapshot(tree) == before
 
 
@@ -142,10 +128,10 @@ def test_patched_files_are_what_the_hashes_say(tree: Path) -> None:
 def test_hunk_needs_its_lines_at_exactly_its_place() -> None:
     """No fuzz and no offset; red when a hunk is moved to where it seems to fit."""
     hunk = Hunk(start=2, old=("b\n", "c\n"), new=("b\n", "x\n", "c\n"))
-    assert patching.apply_hunks("a\nb\nc\n", (hunk,), label="p") == "a\nb\nx\nc\n"
+    assert apply_hunks("a\nb\nc\n", (hunk,), label="p") == "a\nb\nx\nc\n"
     for text in ("b\nc\n", "a\na\nb\nc\n", "a\nb\nc"):
-        with pytest.raises(LoadPlanError, match="p: line 2 is not"):
-            patching.apply_hunks(text, (hunk,), label="p")
+        with pytest.raises(EngineError, match="p: line 2 is not"):
+            apply_hunks(text, (hunk,), label="p")
 
 
 def test_reversed_hunks_take_every_change_back() -> None:
@@ -155,17 +141,17 @@ def test_reversed_hunks_take_every_change_back() -> None:
         Hunk(start=3, old=("c\n", "d\n"), new=("d\n",)),
     )
     text = "a\nb\nc\nd\n"
-    patched = patching.apply_hunks(text, hunks, label="p")
+    patched = apply_hunks(text, hunks, label="p")
     assert patched == "a\n1\n2\nb\nd\n"
-    reverse = patching.reverse_hunks(hunks)
-    assert patching.apply_hunks(patched, reverse, label="p") == text
+    reverse = reverse_hunks(hunks)
+    assert apply_hunks(patched, reverse, label="p") == text
 
 
 def test_other_release_is_refused_with_the_known_one(tree: Path) -> None:
     """Red when an unpinned version is patched."""
     engines.check_version(TARGET, tree)
     (tree / f"sglang-{TARGET.version}.dist-info").rename(tree / "sglang-0.9.dist-info")
-    with pytest.raises(LoadPlanError, match=r"sglang 0\.9, expected 0\.5\.23"):
+    with pytest.raises(EngineError, match=r"sglang 0\.9, expected one of \[0\.5\.23"):
         engines.check_version(TARGET, tree)
 
 
@@ -176,17 +162,14 @@ def test_root_is_found_in_a_wheel_and_in_a_checkout(tree: Path, tmp_path: Path) 
     tree.rename(tmp_path / "checkout" / "python")
     root = engines.find_root(TARGET, tmp_path / "checkout")
     assert root == tmp_path / "checkout" / "python"
-    with pytest.raises(LoadPlanError, match="no package 'sglang' here"):
+    with pytest.raises(EngineError, match="no package 'sglang' here"):
         engines.find_root(TARGET, tmp_path)
 
 
 def test_every_new_file_is_named_by_one_patch() -> None:
     """Red when export would not know which patch brings a file."""
     named = [
-        line.split()[1]
-        for patch in patching.read_series(TARGET)
-        for line in patch.header.splitlines()
-        if line.startswith("Adds: ")
+        path for patch in read_series(TARGET.patches) for path in patch.trailers("Adds")
     ]
     for path in TARGET.new_files():
         owners = [name for name in named if TARGET.upstream(path).startswith(name)]

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from loadplan.engines import find_target
-from loadplan.patching import Patch, apply_hunks, read_series
+from loadplan.patching import revert
+from loadplan.series import Patch, apply_hunks, read_series
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = find_target("sglang")
@@ -32,7 +33,9 @@ def named_tests(patch: Patch) -> list[str]:
 
 
 def all_tests() -> list[str]:
-    return [test for patch in read_series(TARGET) for test in named_tests(patch)]
+    return [
+        test for patch in read_series(TARGET.patches) for test in named_tests(patch)
+    ]
 
 
 def run_tests(
@@ -57,7 +60,7 @@ def without(patch: Patch, path: str, index: int) -> Patch:
 def hunks() -> list[tuple[str, str, int]]:
     return [
         (patch.name, path, index)
-        for patch in read_series(TARGET)
+        for patch in read_series(TARGET.patches)
         for path, found in patch.hunks.items()
         for index in range(len(found))
     ]
@@ -66,18 +69,34 @@ def hunks() -> list[tuple[str, str, int]]:
 def test_engine_tests_are_marked_and_every_patch_names_some() -> None:
     """Red when a test file is in no patch's header, or a patch names no test."""
     named = all_tests()
-    assert all(named_tests(patch) for patch in read_series(TARGET))
+    assert all(named_tests(patch) for patch in read_series(TARGET.patches))
     present = (ROOT / "test" / "registered").rglob("test_*.py")
     assert sorted(named) == sorted(p.relative_to(ROOT).as_posix() for p in present)
 
 
-def test_on_the_pristine_engine_features_fail_by_assertion_and_guards_pass(
+def contents(tree: Path) -> dict[str, bytes]:
+    files = (path for path in tree.rglob("*") if path.is_file())
+    return {
+        path.relative_to(tree).as_posix(): path.read_bytes()
+        for path in files
+        if path.suffix != ".pyc"
+    }
+
+
+def test_on_the_reverted_engine_features_fail_by_assertion_and_guards_pass(
     tmp_path: Path,
 ) -> None:
-    """Red when a feature test passes without the feature, or fails by accident."""
+    """The reverted engine is the stock one, in every byte and in behaviour.
+
+    Red when a feature test passes without the feature, or fails by accident.
+    """
+    tree = tmp_path / "tree"
+    shutil.copytree(TREES / "patched", tree, copy_function=os.link)
+    revert(TARGET, tree)
+    assert contents(tree) == contents(TREES / "pristine")
     written = tmp_path / "outcomes.json"
     plugin = ["-p", "outcomes", "--outcomes", str(written)]
-    result = run_tests(TREES / "pristine", all_tests(), *plugin)
+    result = run_tests(tree, all_tests(), *plugin)
     assert written.exists(), result.stdout + result.stderr
     wrong = {}
     for test, entry in json.loads(written.read_text()).items():
@@ -103,7 +122,7 @@ def test_without_one_hunk_an_engine_test_fails(
     """Red when a hunk does nothing that a test sees."""
     tree = tmp_path / "tree"
     shutil.copytree(TREES / "patched", tree, copy_function=os.link)
-    series = read_series(TARGET)
+    series = read_series(TARGET.patches)
     relative = path.removeprefix(TARGET.prefix)
     text = (TREES / "pristine" / relative).read_text()
     for patch in series:
