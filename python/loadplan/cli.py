@@ -82,6 +82,25 @@ def _parser() -> argparse.ArgumentParser:
 
     command = _command(
         commands.add_parser,
+        "export",
+        help="write the patches as mails that upstream's git am takes",
+        text="Write the patches as mails that upstream's git am takes.\n\nEach is one "
+        "commit with its glue, core modules, tests and docs page.\n\n"
+        "Example:\n  loadplan export sglang --out build/upstream\n"
+        "  cd sglang && git am .../build/upstream/*.patch",
+    )
+    command.add_argument("engine", help=f"one of {sorted(engines.load_targets())}")
+    command.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a folder that is empty or absent",
+    )
+    command.set_defaults(run=_export)
+
+    command = _command(
+        commands.add_parser,
         "synth",
         help="make a checkpoint in the shape of DeepSeek-V4.1",
         text="Make a checkpoint in the shape of DeepSeek-V4.1: its names, dtypes and "
@@ -217,6 +236,26 @@ def _status(arguments: argparse.Namespace) -> int:
             print(f"  leftover  {path}")
         print(status.advice)
         _mention_processes(target, root)
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from . import export
+
+    target = engines.find_target(arguments.engine)
+    commits = export.write_export(target, arguments.out)
+    print(f"Added production lines, for {target.name} {target.version}:")
+    print(f"  {'hunks':>5} {'glue':>5} {'core':>5}")
+    for commit in commits:
+        lines = commit.lines
+        print(f"  {lines.hunks:5} {lines.glue:5} {lines.core:5}  {commit.name}")
+    heart = [commit for commit in commits if commit.name in target.limits.heart]
+    total = sum(commit.lines.hunks + commit.lines.glue for commit in heart)
+    print(
+        f"{' and '.join(commit.name for commit in heart)}: {total} lines of hunks and "
+        f"glue, below {target.limits.heart_lines}"
+    )
+    print(f"{arguments.out}: {len(commits)} mails; 'git am {arguments.out}/*.patch'")
     return 0
 
 

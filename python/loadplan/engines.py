@@ -23,6 +23,20 @@ def data_folder() -> Path:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """How many lines patches may add, each number exclusive.
+
+    ``hunks`` is for existing files, a patch, with the exceptions in ``hunks_of``;
+    ``heart_lines`` is for hunks and glue of the patches in ``heart`` together.
+    """
+
+    hunks: int
+    hunks_of: dict[str, int]
+    heart: tuple[str, ...]
+    heart_lines: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Target:
     """One pinned release of an engine.
 
@@ -31,7 +45,9 @@ class Target:
     repository. ``files`` maps each touched file to its pristine and patched sha256;
     ``retired`` maps what only earlier versions of loadplan wrote to its pristine
     sha256, or to "" where the engine has no such file. ``serve`` is a command that
-    uses the patches.
+    uses the patches. ``helper_folder``, ``docs_folder`` (in the upstream repository)
+    and ``licence_header`` say how upstream would hold what an export adds, ``linters``
+    are the commands that judge its files.
     """
 
     name: str
@@ -40,6 +56,11 @@ class Target:
     prefix: str
     core_folder: str
     serve: str
+    helper_folder: str
+    docs_folder: str
+    licence_header: str
+    linters: tuple[str, ...]
+    limits: Limits
     files: dict[str, dict[str, str]]
     retired: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -79,6 +100,11 @@ def load_targets() -> dict[str, Target]:
             prefix=entry["prefix"],
             core_folder=entry["core_folder"],
             serve=entry["serve"],
+            helper_folder=entry["helper_folder"],
+            docs_folder=entry["docs_folder"],
+            licence_header=entry["licence_header"],
+            linters=tuple(entry["linters"]),
+            limits=Limits(**entry["limits"]),
             files=entry.get("files", {}),
             retired=entry.get("retired", {}),
         )

@@ -372,7 +372,7 @@ def test_root_itself_may_be_reached_through_a_link(root: Path, tmp_path: Path) -
     assert states(root) == {FileState.PATCHED}
 
 
-@pytest.mark.parametrize("path", ["../outside.py", "/tmp/outside.py", "a/../../b.py"])
+@pytest.mark.parametrize("path", ["../outside.py", "/outside.py", "a/../../b.py"])
 def test_path_that_leaves_the_root_is_refused(root: Path, path: str) -> None:
     """Red when a damaged targets.toml could write anywhere."""
     with pytest.raises(EngineError, match="expected a path below"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from engine_tree import LOADER, TARGET, make_tree, snapshot
 
-from loadplan import engines, processes
+from loadplan import engines, export, processes
 from loadplan.errors import EngineError
 
 ROOT = Path(__file__).parents[2]
@@ -158,6 +158,15 @@ def test_editable_clone_is_patched_where_it_lies(
     assert record.read_bytes() == metadata
     environment.loadplan("revert", "sglang")
     assert snapshot(clone) == before
+
+
+def test_installed_loadplan_exports_what_its_clone_does(
+    environment: Environment, tmp_path: Path
+) -> None:
+    """Red when tests, helpers or docs are left out of the wheel."""
+    environment.loadplan("export", "sglang", "--out", str(tmp_path / "installed"))
+    export.write_export(TARGET, tmp_path / "clone")
+    assert snapshot(tmp_path / "installed") == snapshot(tmp_path / "clone")
 
 
 def test_release_without_patches_is_refused_with_the_known_ones(
