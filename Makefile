@@ -8,7 +8,7 @@ ENGINE := build/engines/sglang
 # The environment is brought up to date when the pins changed.
 STAMP := $(VENV)/.stamp-$(shell sha256sum requirements.txt | cut -c1-16)
 
-.PHONY: setup demo test lint patches clean
+.PHONY: setup demo test lint patches check-patches clean
 
 setup: $(STAMP)
 	$(RUN) tools/engine_trees.py
@@ -29,10 +29,14 @@ demo: setup
 test: setup
 	PYTHONWARNINGS=ignore::DeprecationWarning PYTHONPATH=$(CURDIR)/$(ENGINE)/patched:$(CURDIR)/python $(VENV)/bin/python -m pytest -q test
 
-lint: $(STAMP)
+lint: check-patches
 	$(VENV)/bin/python -m pre_commit run --all-files --show-diff-on-failure
 
-# Write the patches and their hashes from the edited tree $(ENGINE)/patched.
+# The series against the pristine release and its own rules.
+check-patches: setup
+	$(RUN) tools/check_patches.py
+
+# Write the patches, their hashes and their table from the edited tree $(ENGINE)/patched.
 patches: $(STAMP)
 	$(RUN) tools/refresh_patches.py sglang
 

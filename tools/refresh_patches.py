@@ -1,4 +1,4 @@
-"""Write an engine's patches and their hashes from its edited tree.
+"""Write an engine's patches, their hashes and their table from its edited tree.
 
 Edit files below build/engines/ENGINE/patched, then run this. An edit goes to the last
 patch of the series that touches its file; name new files of a patch in its header, on
@@ -8,10 +8,13 @@ patch: edit them below python/.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import patch_table
 
 from loadplan.engines import Target, find_target
 from loadplan.patching import sha256
@@ -25,12 +28,12 @@ def main(name: str) -> None:
     pristine = BUILD / "engines" / name / "pristine"
     edited = BUILD / "engines" / name / "patched"
     series = read_series(target.patches)
-    last = {path: patch.name for patch in series for path in touched(patch)}
+    last = {p: patch.name for patch in series for p in patch.trailers("Touches")}
     before = {path: read(target, pristine, path) for path in last}
     hashes = {p: {"pristine": sha256(text.encode())} for p, text in before.items()}
     for patch in series:
         diffs = []
-        for path in touched(patch):
+        for path in patch.trailers("Touches"):
             if last[path] == patch.name:
                 after = read(target, edited, path)
             else:
@@ -38,20 +41,23 @@ def main(name: str) -> None:
                 after = apply_hunks(before[path], patch.hunks[path], label=label)
             diffs.append(diff(path, before[path], after))
             before[path] = after
-        (target.patches / patch.name).write_text(patch.header + "\n" + "".join(diffs))
+        header = applies_to(target, patch)
+        text = header + "\n" + "".join(diffs)
+        (target.patches / patch.name).write_text(text, encoding="utf-8")
     for path, text in before.items():
         hashes[path]["patched"] = sha256(text.encode())
     write_hashes(target, hashes)
+    patch_table.write()
 
 
-def touched(patch: Patch) -> list[str]:
-    """The upstream paths that the header of ``patch`` names."""
-    lines = patch.header.splitlines()
-    return [line.split()[1] for line in lines if line.startswith("Touches: ")]
+def applies_to(target: Target, patch: Patch) -> str:
+    """The header of ``patch``, for the pinned release."""
+    line = f"Applies-To: {target.name} {target.version}"
+    return re.sub(r"^Applies-To: .*$", line, patch.header, flags=re.MULTILINE)
 
 
 def read(target: Target, tree: Path, path: str) -> str:
-    return (tree / path.removeprefix(target.prefix)).read_text()
+    return (tree / path.removeprefix(target.prefix)).read_bytes().decode()
 
 
 def diff(path: str, before: str, after: str) -> str:
@@ -60,7 +66,7 @@ def diff(path: str, before: str, after: str) -> str:
         for side, text in (("a", before), ("b", after)):
             file = Path(folder, side, path)
             file.parent.mkdir(parents=True)
-            file.write_text(text)
+            file.write_bytes(text.encode())
         command = ["git", "diff", "--no-index", "--full-index", "--no-color"]
         command += ["--no-ext-diff", "--no-prefix", f"a/{path}", f"b/{path}"]
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
@@ -70,19 +76,32 @@ def diff(path: str, before: str, after: str) -> str:
 
 
 def write_hashes(target: Target, hashes: dict[str, dict[str, str]]) -> None:
-    """Replace the tables [ENGINE.files."PATH"], which stand last for each engine."""
+    """Replace the tables [ENGINE.retired] and [ENGINE.files.*], the last of an engine.
+
+    A file that is no longer touched is kept as retired: an installation may still have
+    it patched by the loadplan of before.
+    """
+    touched = {path.removeprefix(target.prefix): pair for path, pair in hashes.items()}
+    retired = target.retired | {
+        path: pair["pristine"] for path, pair in target.files.items()
+    }
     file = target.patches.parent / "targets.toml"
     kept, skipping = [], False
-    for line in file.read_text().splitlines():
+    own = (f"[{target.name}.files.", f"[{target.name}.retired]")
+    for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
-            skipping = line.startswith(f"[{target.name}.files.")
+            skipping = line.startswith(own)
         if not skipping:
             kept.append(line)
     lines = "\n".join(kept).rstrip().splitlines()
-    for path, pair in sorted(hashes.items()):
-        lines += ["", f'[{target.name}.files."{path.removeprefix(target.prefix)}"]']
+    gone = {path: digest for path, digest in retired.items() if path not in touched}
+    if gone:
+        lines += ["", own[1]]
+        lines += [f'"{path}" = "{digest}"' for path, digest in sorted(gone.items())]
+    for path, pair in sorted(touched.items()):
+        lines += ["", f'[{target.name}.files."{path}"]']
         lines += [f'{state} = "{digest}"' for state, digest in sorted(pair.items())]
-    file.write_text("\n".join(lines) + "\n")
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
