@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import resource
@@ -11,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine_tree import LOADER, TARGET, make_tree, record_line, snapshot
+from engine_tree import LOADER, PRISTINE, TARGET, make_tree, record_line, snapshot
 
 from loadplan import cli, engines, patching, tree
 from loadplan.errors import EngineError
@@ -19,6 +20,8 @@ from loadplan.patching import FileState
 
 CORE = f"{TARGET.core_folder}/plan.py"
 GLUE = "sglang/srt/model_loader/planned_weights.py"
+RETIRED_FILE = "sglang/__init__.py"
+RETIRED_GLUE = "sglang/srt/model_loader/retired_glue.py"
 
 
 @pytest.fixture
@@ -81,12 +84,16 @@ def test_tree_without_record_is_patched_without_one(root: Path) -> None:
 
 
 def other_version(monkeypatch: pytest.MonkeyPatch) -> engines.Target:
-    """A loadplan whose patches give other bytes, with a glue and a core file more."""
+    """A loadplan whose patches give other bytes and touch another file too.
+
+    It has a glue file and a core module more than this one.
+    """
     new = engines.Target.new_files(TARGET)
     new[CORE] += b"# of another version\n"
     new[f"{TARGET.core_folder}/gone.py"] = b"GONE = 1\n"
-    new["sglang/srt/model_loader/retired_glue.py"] = b"OLD = 1\n"
+    new[RETIRED_GLUE] = b"OLD = 1\n"
     files = {path: dict(hashes) for path, hashes in TARGET.files.items()}
+    files[RETIRED_FILE] = {"pristine": patching.sha256(engine_file(RETIRED_FILE))}
     patched = patching._patched
 
     def more(series, upstream, content):
@@ -101,32 +108,19 @@ def other_version(monkeypatch: pytest.MonkeyPatch) -> engines.Target:
         files[path]["patched"] = patching.sha256(content)
     monkeypatch.setattr(patching, "_patched", more)
     monkeypatch.setattr(engines.Target, "new_files", lambda self: new)
-    return engines.Target(
-        name=TARGET.name,
-        version=TARGET.version,
-        package=TARGET.package,
-        prefix=TARGET.prefix,
-        core_folder=TARGET.core_folder,
-        serve=TARGET.serve,
-        files=files,
-    )
+    return dataclasses.replace(TARGET, files=files)
 
 
 def engine_file(path: str) -> bytes:
-    from engine_tree import PRISTINE
-
     return (PRISTINE / path).read_bytes()
 
 
-RETIRING = TARGET.__class__(
-    name=TARGET.name,
-    version=TARGET.version,
-    package=TARGET.package,
-    prefix=TARGET.prefix,
-    core_folder=TARGET.core_folder,
-    serve=TARGET.serve,
-    files=TARGET.files,
-    retired={"sglang/srt/model_loader/retired_glue.py": ""},
+RETIRING = dataclasses.replace(
+    TARGET,
+    retired={
+        RETIRED_FILE: patching.sha256((PRISTINE / RETIRED_FILE).read_bytes()),
+        RETIRED_GLUE: "",
+    },
 )
 
 
@@ -155,13 +149,17 @@ def test_apply_over_another_version_gives_this_one(
     fresh = make_tree(tmp_path / "fresh")
     patching.apply(TARGET, fresh)
     assert snapshot(other_tree) == snapshot(fresh)
+    assert states(other_tree) == {FileState.PATCHED}
+    assert patching.file_states(RETIRING, other_tree).keys() == (
+        patching.file_states(TARGET, other_tree).keys()
+    )
 
 
 def test_file_that_this_version_does_not_know_stops_both(other_tree: Path) -> None:
-    """A newer version's glue; red when it is left behind in silence, or written."""
+    """A newer version's; red when it is left behind in silence, or written."""
     before = snapshot(other_tree)
     for run in (patching.apply, patching.revert):
-        with pytest.raises(EngineError, match="retired_glue.py: patched by another"):
+        with pytest.raises(EngineError, match="__init__.py: patched by another"):
             run(TARGET, other_tree)
     assert snapshot(other_tree) == before
     assert patching.status(TARGET, other_tree).state == "unknown"
@@ -200,6 +198,17 @@ def test_somebodys_file_in_our_folder_stays(root: Path) -> None:
     patching.revert(TARGET, root)
     assert mine.read_text() == "MINE = 1\n"
     assert not (root / CORE).exists()
+
+
+@pytest.mark.parametrize("count", range(0, 60, 10))
+def test_killed_revert_of_another_version_is_finished(
+    tmp_path: Path, other_tree: Path, count: int
+) -> None:
+    """After each few steps; red when receipts go before what they are needed for."""
+    edits = patching.plan_revert(RETIRING, other_tree)
+    tree.commit(other_tree, edits[:count])
+    patching.revert(RETIRING, other_tree)
+    assert snapshot(other_tree) == snapshot(make_tree(tmp_path / "stock"))
 
 
 # Killed runs
