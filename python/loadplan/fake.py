@@ -1,7 +1,7 @@
 """A machine without a GPU that looks enough like one to run a whole load.
 
 For `loadplan load` and the tests only. "The device" is a set of CPU storages that a
-`Record` knows: those the InstantTensor stub yields and those READ moves. A tensor
+`Record` knows: those the InstantTensor stub yields and those READ takes. A tensor
 computed from a placed one is NOT on the device here, a view of it is.
 """
 
@@ -127,9 +127,9 @@ def fake_gpu(
     """Pretend for a `with` block that CUDA device 0 and InstantTensor are here.
 
     Replaced and put back: `sys.modules["instanttensor"]`, `torch.cuda.current_device`,
-    `torch.cuda.cudart` and `torch.cuda.mem_get_info`, READ's `to_device`; where SGLang
-    can be imported also its platform's device and its query of how the GPU reads host
-    memory. Whatever code is imported inside the block stays imported.
+    `torch.cuda.cudart` and `torch.cuda.mem_get_info`, READ's `device_buffer`; where
+    SGLang can be imported also its platform's device and its query of how the GPU reads
+    host memory. Whatever code is imported inside the block stays imported.
 
     Args:
         version: The InstantTensor release to imitate, "0.2.2" or "0.1.9".
@@ -144,8 +144,8 @@ def fake_gpu(
     record = Record() if record is None else record
     stub = make_module(version, record=record, free_memory=free_memory)
 
-    def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-        return record.place(host.clone())
+    def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+        return record.place(torch.empty(nbytes, dtype=torch.uint8))
 
     cudart = _Cudart(record, host_register_limit)
     # Imported before anything is patched: an import must not see a half-made GPU.
@@ -153,7 +153,7 @@ def fake_gpu(
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "cudart", lambda: cudart),
         (torch.cuda, "mem_get_info", lambda device=None: (free_memory, free_memory)),
-        *((read, "to_device", to_device) for read in _read_modules()),
+        *((spans, "device_buffer", device_buffer) for spans in _read_modules()),
         *_sglang_patches(),
     ]
     with contextlib.ExitStack() as stack:
@@ -181,9 +181,9 @@ class _Cudart:
 
 def _read_modules() -> list[types.ModuleType]:
     """READ twice: the library's, and the copy in an engine that is patched."""
-    names = ["loadplan.core.read"]
+    names = ["loadplan.core.spans"]
     if _sglang_platforms() is not None:
-        names.append("sglang.srt.model_loader.loadplan.read")
+        names.append("sglang.srt.model_loader.loadplan.spans")
     return [module for name in names if (module := _module(name)) is not None]
 
 

@@ -319,8 +319,8 @@ def _patched_state():
         torch.cuda.current_device,
         torch.cuda.cudart,
         [
-            getattr(sys.modules.get(name), "to_device", None)
-            for name in ("loadplan.core.read", "sglang.srt.model_loader.loadplan.read")
+            getattr(sys.modules.get(f"{package}.spans"), "device_buffer", None)
+            for package in ("loadplan.core", "sglang.srt.model_loader.loadplan")
         ],
     )
 
@@ -362,14 +362,13 @@ def test_library_is_found_while_pretended():
         assert "tensor_filter" not in names
 
 
-def test_read_moves_tensors_to_the_pretended_device():
-    """Red when READ moves bytes otherwise than by its one function."""
-    read = importlib.import_module("loadplan.core.read")
-    host = torch.arange(6).reshape(2, 3)
+def test_read_takes_its_memory_on_the_pretended_device():
+    """Red when READ takes device memory otherwise than by its one function."""
+    spans = importlib.import_module("loadplan.core.spans")
     with fake.fake_gpu() as record:
-        moved = read.to_device(host, torch.device("cuda", 0))
-        assert torch.equal(moved, host)
-        assert (record.on_device(moved), record.on_device(host)) == (True, False)
+        taken = spans.device_buffer(6, torch.device("cuda", 0))
+        assert (taken.numel(), taken.dtype) == (6, torch.uint8)
+        assert record.on_device(taken)
 
 
 def test_host_registration_is_recorded_and_fails_above_its_limit():

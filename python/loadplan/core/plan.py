@@ -106,17 +106,13 @@ def make_plan(
     device_budget: int | None = None,
     old_reader: bool = False,
 ) -> LoadPlan:
-    """Decide the route of every tensor in ``files``.
+    """Decide the route of every tensor in ``files``, given in the engine's order.
 
-    Args:
-        files: The shards that the engine selected, in its order.
-        weight_map: The index: tensor name to path of the shard that owns it.
-        host_resident_weight_patterns: Substrings of the names of tensors that stay
-            in host memory.
-        wanted_weight: Tells the names that the model will use; None wants all.
-        device_budget: The most bytes that InstantTensor's ring may take on the device;
-            what it could not hold stays on the host. None: no limit.
-        old_reader: Some rank's InstantTensor is older than 0.2.
+    ``weight_map`` is the index, tensor name to path. The patterns are substrings of the
+    names that stay in host memory; ``wanted_weight`` tells the names that the model
+    will use, None wants all. ``device_budget`` is the most bytes that InstantTensor's
+    ring may take, None sets no limit; ``old_reader`` says that InstantTensor is older
+    than 0.2 on some rank.
 
     Raises:
         LoadPlanError: no tensor at all, a name with two owners, an index that does

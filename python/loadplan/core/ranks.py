@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from .header import FileHeader, LoadPlanError, read_headers
 from .plan import LoadPlan, make_plan
+from .read import share_node
 
 Result = TypeVar("Result")
 
@@ -51,11 +53,13 @@ def together(
 class Machine:
     """What a rank's machine allows and another's may not; reduced before routing.
 
-    ``device_budget`` is in bytes, None where there is no limit.
+    ``device_budget`` is in bytes, None where there is no limit; ``node`` tells ranks of
+    one machine.
     """
 
     device_budget: int | None = None
     old_reader: bool = False
+    node: str = dataclasses.field(default_factory=socket.gethostname)
 
 
 def plan_together(
@@ -69,13 +73,8 @@ def plan_together(
 ) -> LoadPlan:
     """Read the headers and make one plan that all ranks of ``group`` follow.
 
-    Args:
-        paths: The shards that the engine selected.
-        folder: The checkpoint's folder, which may lie elsewhere on another node.
-        group: The ranks that load together, or None.
-        machine: What this rank's machine allows.
-        check: Raises if this rank must not follow the plan.
-        choices: Passed on to ``make_plan``.
+    ``folder`` may lie elsewhere on another node. ``machine`` is what this rank allows,
+    ``check`` raises if it must not follow the plan, ``choices`` go to ``make_plan``.
 
     Raises:
         LoadPlanError: a rank failed, or the ranks see different checkpoints.
@@ -87,6 +86,7 @@ def plan_together(
         return machine, {_relative(h.path, folder): h.in_memory for h in headers}
 
     seen = together(group, look)
+    share_node(sum(m.node == machine.node for m, _ in seen))
     budgets = [m.device_budget for m, _ in seen if m.device_budget is not None]
     media = [in_memory for _, in_memory in seen]
     plans: list[LoadPlan] = []

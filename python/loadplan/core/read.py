@@ -1,7 +1,9 @@
-"""Positioned reads of payload: rows into host memory, tensors to a device."""
+"""Positioned reads of payload, and rows of a tensor straight into host memory."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import functools
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -13,6 +15,12 @@ from .plan import PlannedTensor
 
 # Linux; Python's mmap names it since 3.13.
 _MAP_NORESERVE = 0x4000
+
+# Measured on tmpfs with 16 cores: 16 threads that read 16 MiB at a time fill a table
+# 1.5 times as fast as 8 threads with 64 MiB; more threads gain nothing.
+_CHUNK_BYTES = 16 << 20
+_MAX_THREADS = 16
+_FEWEST_THREADS = 4
 
 
 class ShortFileError(LoadPlanError, EOFError):
@@ -57,6 +65,45 @@ class OpenFile:
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", _MAP_NORESERVE)
         return mmap.mmap(self._fd, 0, flags=flags)
 
+    def drop_cached(self, offset: int, nbytes: int) -> None:
+        """Give the page cache of a range back to the system."""
+        os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+
+_ranks_on_node = 1
+
+
+def share_node(ranks: int) -> None:
+    """Tell how many ranks of this node read at once, before the first read."""
+    global _ranks_on_node
+    _ranks_on_node = ranks
+
+
+@functools.cache
+def reader_pool() -> concurrent.futures.ThreadPoolExecutor:
+    """The one pool of this process in which files are read."""
+    cpus = len(os.sched_getaffinity(0)) // _ranks_on_node
+    threads = max(_FEWEST_THREADS, min(cpus, _MAX_THREADS))
+    return concurrent.futures.ThreadPoolExecutor(threads, "loadplan-read")
+
+
+# Threads do not survive a fork.
+os.register_at_fork(after_in_child=reader_pool.cache_clear)
+
+
+def settle(futures: Iterable[concurrent.futures.Future[None]]) -> None:
+    """Wait until nothing runs any more, then raise the first failure, if any.
+
+    What has not begun when one fails is cancelled: memory that is being filled must
+    not be given up before its last writer is done.
+    """
+    futures = list(futures)
+    concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+    running = [future for future in futures if not future.cancel()]
+    concurrent.futures.wait(running)
+    for future in running:
+        future.result()
+
 
 class SafetensorsRowSource:
     """Reads rows of one tensor of a file straight into memory of the caller.
@@ -72,16 +119,13 @@ class SafetensorsRowSource:
         self.shape = tensor.torch_shape
 
     def read_rows_into(self, dst: torch.Tensor, row_start: int) -> None:
-        """Fill ``dst`` with the rows ``row_start`` to ``row_start + len(dst)``.
+        """Fill ``dst`` with the rows from ``row_start`` on; complete when it returns.
 
-        Args:
-            dst: Contiguous CPU tensor ``(rows, *tail)`` of the source's dtype, owned by
-                the caller.
-            row_start: First row of the source.
+        ``dst`` is a contiguous CPU tensor ``(rows, *tail)`` of the source's dtype, the
+        caller's own.
 
         Raises:
-            LoadPlanError: ``dst`` has another dtype, tail or layout, or asks for rows
-                that the tensor does not have.
+            LoadPlanError: ``dst`` does not fit, or asks for rows that are not there.
             ShortFileError: the file ends before the last row.
         """
         rows, tail = self.shape[0], self.shape[1:]
@@ -103,35 +147,30 @@ class SafetensorsRowSource:
                 f"{self._file.path}: tensor {self._tensor.name!r} has {rows} rows, "
                 f"asked for rows {row_start} to {row_start + dst.shape[0]}"
             )
-        row_bytes = self._tensor.nbytes // rows if rows else 0
-        self._file.read_into(bytes_of(dst), self._tensor.begin + row_start * row_bytes)
+        buffer, offset = bytes_of(dst), self._tensor.begin + row_start * self._row_bytes
+        if len(buffer) <= _CHUNK_BYTES:
+            self._file.read_into(buffer, offset)
+            return
+        settle(
+            reader_pool().submit(
+                self._file.read_into, buffer[at : at + _CHUNK_BYTES], offset + at
+            )
+            for at in range(0, len(buffer), _CHUNK_BYTES)
+        )
+
+    def drop_cached(self, row_start: int, rows: int) -> None:
+        """Give back the page cache that reading these rows filled."""
+        begin = self._tensor.begin + row_start * self._row_bytes
+        self._file.drop_cached(begin, rows * self._row_bytes)
+
+    @property
+    def _row_bytes(self) -> int:
+        return self._tensor.nbytes // self.shape[0] if self.shape[0] else 0
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor as writable bytes."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-
-
-def to_device(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy bytes (uint8, one dimension) to ``device``: READ's only way there."""
-    return host.to(device)
-
-
-def read_tensors(
-    entries: Iterable[PlannedTensor], device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor on ``device``, bit for bit what official safetensors loads."""
-    file = None
-    for entry in entries:
-        tensor = entry.tensor
-        if file is None or file.path != entry.file.path:
-            file = OpenFile(entry.file.path)
-        host = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        file.read_into(bytes_of(host), tensor.begin)
-        yield (
-            tensor.name,
-            to_device(host, device).view(tensor.torch_dtype).view(tensor.torch_shape),
-        )
 
 
 def host_tensors(

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from .header import LoadPlanError
 from .plan import LoadPlan, Route
 from .ranks import together
-from .read import host_tensors, read_tensors
+from .read import host_tensors
+from .spans import read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -27,13 +28,9 @@ def run_plan(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(name, tensor)`` for every wanted tensor of ``plan``.
 
-    Args:
-        plan: The routes.
-        stream_files: The engine's InstantTensor iterator over whole files, called once
-            and only if there is something to stream.
-        device: Where READ tensors go.
-        group: The ranks that load together. A read that fails on one of them raises on
-            all when they have read everything.
+    ``stream_files`` is the engine's InstantTensor iterator over whole files, called
+    once and only with files; READ tensors go to ``device``. A read that fails on a rank
+    of ``group`` raises on all of them when they have read everything.
 
     Raises:
         LoadPlanError: a tensor arrived twice or not at all, or another rank failed.
