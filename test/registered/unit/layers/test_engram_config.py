@@ -1,7 +1,7 @@
 """Unit tests for `--engram-config` and what EngramEmbedding builds for it.
 
-`feature` tests fail by assertion on an engine without the argument; `guard` tests hold
-on both and name the mutation that turns them red. No GPU and no process group.
+No GPU and no process group. Tests of what the environment variables do hold on an engine
+without the argument too; all others fail there.
 """
 
 import argparse
