@@ -256,10 +256,18 @@ def test_tensor_larger_than_the_budget_is_not_read_from_an_odd_file_either() -> 
 def test_ring_for_the_whole_sequence_decides_not_the_largest_tensor() -> None:
     """Three of 400 B need a ring of 1200 B; red when 1000 B seem enough for them."""
     files = [header(name, (name, "U8", (400,))) for name in ("c", "a", "b")]
-    found = routes(files, device_budget=1000)
-    # The last of the largest makes way: the other two still need 1200 B, so one more.
-    assert sorted(route.value for route in found.values()) == ["host", "host", "stream"]
+    files.append(header("d", ("small", "U8", (4,))))
     assert set(routes(files, device_budget=1200).values()) == {Route.STREAM}
+    found = routes(files, device_budget=1000)
+    assert found.pop(("d", "small")) is Route.STREAM
+    assert set(found.values()) == {Route.HOST}
+
+
+def test_many_tensors_that_are_too_large_are_planned_at_once() -> None:
+    """A device that is nearly full; red when each of 20,000 costs its own round."""
+    tensors = [(f"expert{i}", "U8", (400,)) for i in range(20_000)]
+    found = routes([header("a", *tensors)], device_budget=1000)
+    assert set(found.values()) == {Route.HOST}
 
 
 def test_old_instanttensor_gets_no_file_that_it_refuses() -> None:

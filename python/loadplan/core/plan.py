@@ -294,7 +294,7 @@ def _keep_too_large(
     """Route to HOST what the device cannot take whole; whether there was something.
 
     A tensor larger than the budget does not go there at all. Where InstantTensor's ring
-    for the rest would be too large, the largest of it makes way.
+    for the rest would be too large, the largest make way, all of one size at once.
     """
     on_device = [
         (tensor.nbytes, file.path, index, file)
@@ -308,7 +308,8 @@ def _keep_too_large(
         streamed = [entry for entry in on_device if not hindered[entry[3].path]]
         streamed.sort(key=lambda entry: entry[1:3])
         if ring_bytes([entry[0] for entry in streamed]) > budget:
-            too_large = [max(streamed, key=lambda entry: entry[:3])]
+            largest = max(entry[0] for entry in streamed)
+            too_large = [entry for entry in streamed if entry[0] == largest]
     for nbytes, _, index, file in too_large:
         tensor = routed[file.path][index][0]
         reason = f"{nbytes} B, more than the device has room for at once"
