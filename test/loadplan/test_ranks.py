@@ -80,7 +80,7 @@ def plan(nodes: list[Path], rank: int, **choices: object) -> LoadPlan:
         sorted(str(path) for path in nodes[rank].glob("*.safetensors")),
         folder=str(nodes[rank]),
         group=dist.group.WORLD,
-        machine=machine,
+        machine=lambda: machine,
         **choices,
     )
 
@@ -125,6 +125,16 @@ def test_failure_in_one_ranks_header_pass_raises_on_all(
     assert healthy[0] == "LoadPlanError"
     assert healthy[1].startswith("rank 1 of 2 failed: LoadPlanError: ")
     assert "b.safetensors: refused by safetensors" in healthy[1]
+
+
+def test_broken_index_on_one_node_raises_on_all(
+    tmp_path: Path, nodes: list[Path]
+) -> None:
+    """Red when what one rank reads before the exchange leaves the other waiting."""
+    (nodes[1] / "model.safetensors.index.json").write_text("{")
+    healthy, broken = on_ranks(tmp_path, lambda rank: routes(nodes, rank))
+    assert broken[0] == "LoadPlanError" and "not an index" in broken[1]
+    assert healthy[1].startswith("rank 1 of 2 failed: LoadPlanError: ")
 
 
 @pytest.mark.parametrize("change", ["name", "list", "size", "patterns"])
@@ -196,8 +206,8 @@ def test_alone_there_is_no_step(
         [str(nodes[0] / "b.safetensors")],
         folder=str(nodes[0]),
         group=None,
-        machine=Machine(),
+        machine=Machine,
     )
     assert made == make_plan([read_header(str(nodes[0] / "b.safetensors"))])
     with pytest.raises(LoadPlanError, match="no such file"):
-        plan_together(["gone"], folder=".", group=None, machine=Machine())
+        plan_together(["gone"], folder=".", group=None, machine=Machine)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from .header import FileHeader, LoadPlanError, read_headers
+from .header import FileHeader, LoadPlanError, read_headers, read_index
 from .plan import LoadPlan, make_plan
 from .read import share_node
 
@@ -53,13 +53,11 @@ def together(
 class Machine:
     """What a rank's machine allows and another's may not; reduced before routing.
 
-    ``device_budget`` is in bytes, None where there is no limit; ``node`` tells ranks of
-    one machine.
+    ``device_budget`` is in bytes, None where there is no limit.
     """
 
     device_budget: int | None = None
     old_reader: bool = False
-    node: str = dataclasses.field(default_factory=socket.gethostname)
 
 
 def plan_together(
@@ -67,35 +65,41 @@ def plan_together(
     *,
     folder: str,
     group: dist.ProcessGroup | None,
-    machine: Machine,
+    machine: Callable[[], Machine],
     check: Callable[[LoadPlan], None] = lambda plan: None,
     **choices: Any,
 ) -> LoadPlan:
     """Read the headers and make one plan that all ranks of ``group`` follow.
 
-    ``folder`` may lie elsewhere on another node. ``machine`` is what this rank allows,
-    ``check`` raises if it must not follow the plan, ``choices`` go to ``make_plan``.
+    ``folder`` holds the index and may lie elsewhere on another node. ``machine`` tells
+    what this rank allows, ``check`` raises if it must not follow the plan, ``choices``
+    go to ``make_plan``. What fails on one rank fails on all.
 
     Raises:
         LoadPlanError: a rank failed, or the ranks see different checkpoints.
     """
     headers: list[FileHeader] = []
+    index: list[dict[str, str] | None] = []
+    node = socket.gethostname()
 
-    def look() -> tuple[Machine, dict[str, bool]]:
+    def look() -> tuple[str, Machine, dict[str, bool]]:
         headers.extend(read_headers(paths))
-        return machine, {_relative(h.path, folder): h.in_memory for h in headers}
+        index.append(read_index(folder))
+        media = {_relative(h.path, folder): h.in_memory for h in headers}
+        return node, machine(), media
 
     seen = together(group, look)
-    share_node(sum(m.node == machine.node for m, _ in seen))
-    budgets = [m.device_budget for m, _ in seen if m.device_budget is not None]
-    media = [in_memory for _, in_memory in seen]
+    share_node(sum(other == node for other, _, _ in seen))
+    budgets = [m.device_budget for _, m, _ in seen if m.device_budget is not None]
+    media = [in_memory for _, _, in_memory in seen]
     plans: list[LoadPlan] = []
 
     def decide() -> dict[str, str]:
         plan = make_plan(
             [_reduced(header, folder=folder, media=media) for header in headers],
+            weight_map=index[0],
             device_budget=min(budgets, default=None),
-            old_reader=any(m.old_reader for m, _ in seen),
+            old_reader=any(m.old_reader for _, m, _ in seen),
             **choices,
         )
         check(plan)

@@ -34,7 +34,6 @@ from sglang.srt.model_loader.loadplan import (
     Machine,
     Route,
     plan_together,
-    read_index,
     ring_budget,
     run_plan,
     small_io_depth,
@@ -116,19 +115,21 @@ def plan_weights(
     """Decide from the headers where each tensor of `source` goes, on all ranks alike."""
     import instanttensor
 
-    free_bytes, _ = torch.cuda.mem_get_info(_device())
+    def machine() -> Machine:
+        free_bytes, _ = torch.cuda.mem_get_info(_device())
+        # The releases carry no version; the filter came with 0.2.
+        parameters = inspect.signature(instanttensor.safe_open).parameters
+        return Machine(
+            device_budget=ring_budget(free_bytes, options),
+            old_reader="tensor_filter" not in parameters,
+        )
+
     return plan_together(
         hf_weights_files,
         folder=hf_folder,
         group=group,
-        machine=Machine(
-            device_budget=ring_budget(free_bytes, options),
-            # The releases carry no version; the filter came with 0.2.
-            old_reader="tensor_filter"
-            not in inspect.signature(instanttensor.safe_open).parameters,
-        ),
+        machine=machine,
         check=_check_engram_tables,
-        weight_map=read_index(hf_folder),
         host_resident_weight_patterns=source.host_resident_weight_patterns or (),
     )
 
