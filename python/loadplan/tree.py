@@ -132,11 +132,17 @@ def leftovers(root: Path, paths: Iterable[str]) -> list[str]:
 def clean(root: Path, paths: Iterable[str]) -> None:
     """Remove what a killed run may have left beside ``paths``, empty folders too."""
     paths = list(paths)
-    for path in leftovers(root, paths):
-        (root / path).unlink(missing_ok=True)
     absent = [path for path in paths if not (root / path).exists()]
-    for path in absent:
-        _remove_compiled(root / path)
+    try:
+        for path in leftovers(root, paths):
+            (root / path).unlink(missing_ok=True)
+        for path in absent:
+            _remove_compiled(root / path)
+    except OSError as error:
+        raise EngineError(
+            f"{root}: what an earlier run left cannot be removed ({error}); run this "
+            "as the owner of the engine"
+        ) from error
     _remove_empty_folders(root, absent)
 
 
@@ -167,9 +173,9 @@ def _stage(path: Path, content: bytes) -> str:
             mode = 0o644
             if path.exists():
                 mode = path.stat().st_mode & 0o7777
-                _give(Path(temporary), path.stat())
+                _give(file.fileno(), path.stat())
             else:
-                _give(Path(temporary), path.parent.stat())
+                _give(file.fileno(), path.parent.stat())
             os.fchmod(file.fileno(), mode)
             file.flush()
             os.fsync(file.fileno())
@@ -179,12 +185,15 @@ def _stage(path: Path, content: bytes) -> str:
     return temporary
 
 
-def _give(path: Path, like: os.stat_result) -> None:
-    """Let root's files belong to whom the tree belongs."""
-    own = path.stat()
+def _give(place: Path | int, like: os.stat_result) -> None:
+    """Let root's files belong to whom the tree belongs; never through a link."""
+    own = os.stat(place)
     if (own.st_uid, own.st_gid) != (like.st_uid, like.st_gid):
         with contextlib.suppress(PermissionError):
-            os.chown(path, like.st_uid, like.st_gid)
+            if isinstance(place, int):
+                os.fchown(place, like.st_uid, like.st_gid)
+            else:
+                os.chown(place, like.st_uid, like.st_gid, follow_symlinks=False)
 
 
 def _put(path: Path, staged: str | None) -> None:

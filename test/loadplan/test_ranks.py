@@ -23,7 +23,9 @@ from loadplan.core import (
     plan_together,
     read_header,
     run_plan,
+    together,
 )
+from loadplan.core import read as read  # the module, for its pool
 
 RANKS = 2
 
@@ -195,6 +197,32 @@ def test_ranks_that_agree_load_the_same(tmp_path: Path, nodes: list[Path]) -> No
     """Red when the exchange itself gets in the way."""
     found = on_ranks(tmp_path, functools.partial(load, nodes, broken=None))
     assert found == [("result", ["x", "y", "z"])] * RANKS
+
+
+def test_rank_that_began_anew_is_not_taken_for_a_peer(tmp_path: Path) -> None:
+    """A rollback beside the end of a load; red when both believe that all is well."""
+    steps = ["the end of the load", "the headers"]
+    found = on_ranks(tmp_path, lambda r: together(dist.group.WORLD, steps[r], dict))
+    for kind, text in found:
+        assert kind == "LoadPlanError"
+        assert "one of them ended its load early" in text
+
+
+def test_threads_are_shared_between_ranks_unless_each_has_its_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Red when 8 ranks start 16 threads each, or a rank with its own cores has few."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    threads = []
+    for cores, ranks in ((128, 1), (128, 8), (16, 8), (128, 64)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
+        read.share_node(ranks)
+        read.reader_pool.cache_clear()
+        threads.append(read.reader_pool()._max_workers)
+    monkeypatch.undo()
+    read.share_node(1)
+    read.reader_pool.cache_clear()
+    assert threads == [16, 16, 16, 4]
 
 
 def test_alone_there_is_no_step(

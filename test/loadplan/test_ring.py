@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadplan import fake_instanttensor_sizes as stub
+from loadplan.core import LoadPlanError
 from loadplan.core.ring import ring_budget, ring_bytes, small_io_depth
 
 GIB = 1 << 30
@@ -62,3 +63,9 @@ def test_budget_is_half_of_the_free_memory_unless_told(
     monkeypatch.setenv("INSTANTTENSOR_MAX_FREE_MEM_USAGE", "0.25")
     assert ring_budget(80 * GIB, {}) == 20 * GIB
     assert ring_budget(80 * GIB, {"max_free_mem_usage": 1}) == 80 * GIB
+
+
+def test_share_that_is_no_number_is_refused_by_its_name() -> None:
+    """Red when a typing error ends in a bare ValueError."""
+    with pytest.raises(LoadPlanError, match="max_free_mem_usage .* is 'half'"):
+        ring_budget(GIB, {"max_free_mem_usage": "half"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -97,6 +98,22 @@ def test_reads_of_another_file_start_aligned_in_the_same_span() -> None:
     """Red when a tensor cannot be a view because of where its read lies."""
     made = spans.make_spans(entries((3, 5)) + entries((1, 8), path="b"))
     assert [(r.path, r.begin) for r in made[0].reads] == [("a", 0), ("b", 512)]
+
+
+def test_many_small_files_do_not_exhaust_the_descriptors(tmp_path: Path) -> None:
+    """1,200 shards of one odd tensor each; red when a piece opens them all."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = []
+    for number in range(1200):
+        path = tmp_path / f"{number:04d}.safetensors"
+        write_shard(path, [(f"t{number}", "U8", (8,))], salt=number)
+        found += planned(path)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, most[1]))
+    try:
+        names = [name for name, _ in spans.read_tensors(found, CPU)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    assert names == [f"t{number}" for number in range(1200)]
 
 
 TENSORS = [

@@ -293,8 +293,8 @@ def _keep_too_large(
 ) -> bool:
     """Route to HOST what the device cannot take whole; whether there was something.
 
-    A tensor larger than the budget does not go there at all. Where InstantTensor's ring
-    for the rest would be too large, the largest make way, all of one size at once.
+    The plan sends none larger than the budget there. Where InstantTensor's ring for
+    the rest would be too large, the largest make way, all of one size at once.
     """
     on_device = [
         (tensor.nbytes, file.path, index, file)

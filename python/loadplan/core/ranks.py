@@ -21,11 +21,12 @@ Result = TypeVar("Result")
 
 
 def together(
-    group: dist.ProcessGroup | None, work: Callable[[], Result]
+    group: dist.ProcessGroup | None, step: str, work: Callable[[], Result]
 ) -> list[Result]:
     """Run ``work`` on every rank of ``group`` and give each rank all results, by rank.
 
-    Results are pickled. Every rank must call it.
+    Results are pickled. Every rank must call it, in the same ``step``: one whose load
+    was ended by something else and begins anew must not be taken for a peer.
 
     Raises:
         LoadPlanError: another rank's ``work`` raised; the text names the rank.
@@ -40,13 +41,18 @@ def together(
         failure = error
     told = None if failure is None else f"{type(failure).__name__}: {failure}"
     answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (told, result), group=group)
+    dist.all_gather_object(answers, (step, told, result), group=group)
     if failure is not None:
         raise failure
-    for rank, (text, _) in enumerate(answers):
+    for rank, (at, text, _) in enumerate(answers):
         if text is not None:
             raise LoadPlanError(f"rank {rank} of {len(answers)} failed: {text}")
-    return [result for _, result in answers]
+        if at != step:
+            raise LoadPlanError(
+                f"rank {rank} of {len(answers)} is at {at!r}, this one at {step!r}; "
+                "one of them ended its load early, see its log"
+            )
+    return [result for _, _, result in answers]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -88,7 +94,7 @@ def plan_together(
         media = {_relative(h.path, folder): h.in_memory for h in headers}
         return node, machine(), media
 
-    seen = together(group, look)
+    seen = together(group, "the headers", look)
     share_node(sum(other == node for other, _, _ in seen))
     budgets = [m.device_budget for _, m, _ in seen if m.device_budget is not None]
     media = [in_memory for _, _, in_memory in seen]
@@ -107,7 +113,7 @@ def plan_together(
         digests = plan.file_digests()
         return {_relative(path, folder): text for path, text in digests.items()}
 
-    _compare(together(group, decide))
+    _compare(together(group, "the plan", decide))
     return plans[0]
 
 

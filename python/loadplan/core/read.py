@@ -50,7 +50,11 @@ class OpenFile:
         done = 0
         # One call returns at most 2 GiB - 4 KiB, and less when it likes.
         while done < len(buffer):
-            count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            try:
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                what = f"{error.strerror} at byte {offset + done}"
+                raise OSError(error.errno, what, self.path) from error
             if count == 0:
                 raise ShortFileError(
                     f"{self.path}: ends at byte {offset + done}, expected "
@@ -82,7 +86,9 @@ def share_node(ranks: int) -> None:
 @functools.cache
 def reader_pool() -> concurrent.futures.ThreadPoolExecutor:
     """The one pool of this process in which files are read."""
-    cpus = len(os.sched_getaffinity(0)) // _ranks_on_node
+    cpus = len(os.sched_getaffinity(0))
+    if cpus == os.cpu_count():  # A rank that is bound to cores has them for itself.
+        cpus //= _ranks_on_node
     threads = max(_FEWEST_THREADS, min(cpus, _MAX_THREADS))
     return concurrent.futures.ThreadPoolExecutor(threads, "loadplan-read")
 

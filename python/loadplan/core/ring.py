@@ -11,6 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .header import LoadPlanError
+
 # Defaults for files on disk: bytes of a read, reads in flight over all ranks, and the
 # fewest of one rank. The ring has room for every read in flight.
 _READ_BYTES = 8 << 20
@@ -33,7 +35,14 @@ def option(options: Mapping[str, Any], name: str) -> Any:
 def ring_budget(free_bytes: int, options: Mapping[str, Any]) -> int:
     """The most bytes that the ring may take of ``free_bytes`` of device memory."""
     share = option(options, "max_free_mem_usage")
-    return int(free_bytes * float(_MAX_FREE_MEM_USAGE if share is None else share))
+    try:
+        share = _MAX_FREE_MEM_USAGE if share is None else float(share)
+    except (TypeError, ValueError) as error:
+        raise LoadPlanError(
+            f"max_free_mem_usage (or INSTANTTENSOR_MAX_FREE_MEM_USAGE) is {share!r}, "
+            "expected a number above 0 and not above 1"
+        ) from error
+    return int(free_bytes * share)
 
 
 def ring_bytes(sizes: Sequence[int]) -> int:

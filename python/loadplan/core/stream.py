@@ -29,8 +29,8 @@ def run_plan(
     """Yield ``(name, tensor)`` for every wanted tensor of ``plan``.
 
     ``stream_files`` is the engine's InstantTensor iterator over whole files, called
-    once and only with files; READ tensors go to ``device``. A read that fails on a rank
-    of ``group`` raises on all of them when they have read everything.
+    once and only with files; READ tensors go to ``device``. A READ or HOST tensor that
+    fails on a rank of ``group`` raises on all of them when they have read everything.
 
     Raises:
         LoadPlanError: a tensor arrived twice or not at all, or another rank failed.
@@ -68,7 +68,7 @@ def run_plan(
                 yield name, tensor
         except Exception as error:
             failure = error
-        together(group, finish)
+        together(group, "the end of the load", finish)
     except GeneratorExit:
         if missing:
             logger.warning(

@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
 from sglang.srt.model_loader.loadplan import SafetensorsRowSource, together
+
+_Read = Tuple[SafetensorsRowSource, int, int, Optional[Exception]]
 
 
 class RowReads:
@@ -20,8 +22,9 @@ class RowReads:
 
     def __init__(self, parallel: Any):
         self._parallel = parallel
-        self._done: List[Tuple[SafetensorsRowSource, int, int]] = []
-        self._error: Optional[Exception] = None
+        # By address of the rows: a load that starts anew replaces what one that never
+        # came to its end left behind.
+        self._reads: Dict[int, _Read] = {}
 
     def read(
         self, target: torch.Tensor, loaded_weight: torch.Tensor, row_start: int
@@ -32,27 +35,28 @@ class RowReads:
             return False
         if target.dtype != source.dtype:
             return False  # A copy converts.
-        # Weight loaders run in threads: an append is all that they share.
-        self._done.append((source, row_start, target.shape[0]))
+        error = None
         try:
             source.read_rows_into(target, row_start)
-        except Exception as error:
-            self._error = error
+        except Exception as e:
+            error = e
+        self._reads[target.data_ptr()] = (source, row_start, target.shape[0], error)
         return True
 
     def finish(self) -> None:
         """Raise a failure of any rank, then give back the page cache of what was read."""
-        if not self._done:
+        if not self._reads:
             return
-        done, self._done = self._done, []
-        error, self._error = self._error, None
+        reads, self._reads = list(self._reads.values()), {}
 
         def result() -> None:
-            if error is not None:
-                raise error
+            for _, _, _, error in reads:
+                if error is not None:
+                    raise error
 
         alone = self._parallel.tp_size == 1
-        together(None if alone else self._parallel.tp_group.cpu_group, result)
+        group = None if alone else self._parallel.tp_group.cpu_group
+        together(group, "the rows of a host table", result)
         # Cached checkpoint pages would keep huge pages from the table.
-        for source, row_start, rows in done:
+        for source, row_start, rows, _ in reads:
             source.drop_cached(row_start, rows)

@@ -157,6 +157,32 @@ class TestOneRank(CustomTestCase):
         end = os.path.getsize(self.path)
         self.assertEqual((first + nbytes, second + rest), (second, end))
 
+    @pytest.mark.feature
+    def test_failed_load_does_not_spoil_the_next_one(self):
+        # A rollback reads other files; red when it raises the first load's error.
+        tables = [embedding(), embedding()]
+
+        def load(path):
+            for table in tables:
+                for name, weight in sourced(path, self.tensors).items():
+                    parameter = getattr(table, name)
+                    parameter.weight_loader(parameter, weight)
+            for table in tables:
+                table.finish_load(label="layer")
+
+        with tempfile.TemporaryDirectory() as folder:
+            whole, _ = write_table(folder)
+            sources = sourced(self.path, self.tensors)
+            os.truncate(self.path, 16)
+            with mock.patch(f"{__name__}.sourced", lambda path, tensors: sources):
+                with self.assertRaises(EOFError):
+                    load(self.path)
+            load(whole)
+        expected = {n: tensor_bytes(t) for n, t in self.tensors.items()}
+        for table in tables:
+            found = {name: tensor_bytes(getattr(table, name)) for name in expected}
+            self.assertEqual(found, expected)
+
     @pytest.mark.guard(mutation="every weight is taken for one with a row source")
     def test_weight_without_row_source_is_copied_as_ever(self):
         # Turns red when another load format no longer fills the table.
