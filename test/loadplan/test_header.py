@@ -72,6 +72,15 @@ def test_metadata_is_told_and_never_refused(tmp_path: Path, metadata) -> None:
     assert (read_header(str(path)).metadata or {}) == (metadata or {})
 
 
+def test_null_metadata_is_none_as_for_official_safetensors(tmp_path: Path) -> None:
+    """Red when a writer that fills in null for no metadata is refused."""
+    entry = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
+    text = json.dumps({"__metadata__": None, "x": entry}).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"abcd")
+    assert read_header(str(path)).metadata is None
+
+
 def test_fifo_is_refused_without_opening_it(tmp_path: Path) -> None:
     """Opening a FIFO blocks for ever; red when only regular files stop being read."""
     os.mkfifo(tmp_path / "a.safetensors")
