@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loadplan import fake_instanttensor_sizes as stub
-from loadplan.core import LoadPlanError
+from loadplan.core import FileHeader, LoadPlanError, TensorHeader
 from loadplan.core.ring import ring_budget, ring_bytes, small_io_depth
 
 GIB = 1 << 30
@@ -24,8 +24,23 @@ def test_no_tensors_need_no_ring() -> None:
     assert ring_bytes([]) == 0
 
 
+def files(*sizes: int, in_memory: bool = False) -> list[FileHeader]:
+    """Shards of one tensor of ``sizes`` bytes each."""
+    return [
+        FileHeader(
+            f"{i}",
+            size,
+            (0, i),
+            in_memory,
+            None,
+            (TensorHeader("x", "U8", (), 0, size),),
+        )
+        for i, size in enumerate(sizes)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("files", "world", "depth"),
+    ("sizes", "world", "depth"),
     [
         ([24], 1, 3),
         ([24], 8, 3),
@@ -38,10 +53,17 @@ def test_no_tensors_need_no_ring() -> None:
     ],
 )
 def test_depth_has_room_for_every_read_or_keeps_the_default(
-    files: list[int], world: int, depth: int | None
+    sizes: list[int], world: int, depth: int | None
 ) -> None:
     """Red when a small load takes gigabytes, or a large one loses depth."""
-    assert small_io_depth(files, world_size=world, options={}) == depth
+    assert small_io_depth(files(*sizes), world_size=world, options={}) == depth
+
+
+def test_ring_of_files_in_memory_is_never_made_larger() -> None:
+    """Its default is small and follows from the cores; red when ours is above it."""
+    for sizes, depth in (([24], 3), ([3 << 20], 3), ([1 << 30], None)):
+        found = small_io_depth(files(*sizes, in_memory=True), world_size=1, options={})
+        assert found == depth
 
 
 @pytest.mark.parametrize("option", ["io_depth", "buffer_size", "chunk_size", "backend"])
@@ -49,10 +71,10 @@ def test_options_and_variables_of_the_user_win(
     option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Red when a size that the user chose is replaced."""
-    assert small_io_depth([24], world_size=1, options={option: 1}) is None
-    assert small_io_depth([24], world_size=1, options={option: None}) == 3
+    assert small_io_depth(files(24), world_size=1, options={option: 1}) is None
+    assert small_io_depth(files(24), world_size=1, options={option: None}) == 3
     monkeypatch.setenv(f"INSTANTTENSOR_{option.upper()}", "1")
-    assert small_io_depth([24], world_size=1, options={}) is None
+    assert small_io_depth(files(24), world_size=1, options={}) is None
 
 
 def test_budget_is_half_of_the_free_memory_unless_told(

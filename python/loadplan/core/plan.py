@@ -61,15 +61,14 @@ class LoadPlan:
     def of(self, route: Route) -> list[PlannedTensor]:
         return [entry for entry in self.entries if entry.route is route]
 
+    def streamed(self) -> list[FileHeader]:
+        """The files of the one InstantTensor call, in the order they were given."""
+        files = {entry.file.path: entry.file for entry in self.of(Route.STREAM)}
+        return list(files.values())
+
     @property
     def stream_files(self) -> list[str]:
-        """The files of the one InstantTensor call, in the order they were given."""
-        return list(dict.fromkeys(entry.file.path for entry in self.of(Route.STREAM)))
-
-    def stream_file_bytes(self) -> list[int]:
-        """The payload of each of ``stream_files``, dropped tensors included."""
-        sizes = {e.file.path: e.file.payload_bytes for e in self.of(Route.STREAM)}
-        return list(sizes.values())
+        return [file.path for file in self.streamed()]
 
     def file_digests(self) -> dict[str, str]:
         """By path, a digest of size, header and routes: equal on ranks that agree."""

@@ -11,11 +11,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .header import LoadPlanError
+from .header import FileHeader, LoadPlanError
 
-# Defaults for files on disk: bytes of a read, reads in flight over all ranks, and the
-# fewest of one rank. The ring has room for every read in flight.
+# Bytes of one read, for files on disk and in memory.
 _READ_BYTES = 8 << 20
+_READ_BYTES_IN_MEMORY = 2 << 20
+
+# Reads in flight over all ranks for files on disk, and the fewest of one rank. The ring
+# has room for every read in flight.
 _READS_IN_FLIGHT = 512
 _FEWEST_READS = 3
 
@@ -63,7 +66,7 @@ def ring_bytes(sizes: Sequence[int]) -> int:
 
 
 def small_io_depth(
-    file_bytes: Sequence[int], *, world_size: int, options: Mapping[str, Any]
+    files: Sequence[FileHeader], *, world_size: int, options: Mapping[str, Any]
 ) -> int | None:
     """The depth at which every read is in flight at once, None to keep the default.
 
@@ -72,8 +75,13 @@ def small_io_depth(
     """
     if any(option(options, name) is not None for name in _SIZING_OPTIONS):
         return None
+    in_memory = any(file.in_memory for file in files)
+    read_bytes = _READ_BYTES_IN_MEMORY if in_memory else _READ_BYTES
     # A file's reads start on their own boundary, so it can take one more.
-    reads = sum(-(-size // _READ_BYTES) + 1 for size in file_bytes)
+    reads = sum(-(-file.payload_bytes // read_bytes) + 1 for file in files)
     depth = max(-(-reads // world_size), _FEWEST_READS)
-    default = max(_READS_IN_FLIGHT // world_size, _FEWEST_READS)
-    return depth if depth < default else None
+    # In memory the default follows from the processors; it is never below the fewest.
+    default = _FEWEST_READS
+    if not in_memory:
+        default = max(_READS_IN_FLIGHT // world_size, _FEWEST_READS)
+    return depth if depth <= default else None

@@ -91,7 +91,7 @@ def planned_weights_iterator(
 
     def stream_files(files: List[str]) -> Iterator[Tuple[str, torch.Tensor]]:
         depth = small_io_depth(
-            plan.stream_file_bytes(),
+            plan.streamed(),
             world_size=1 if group is None else torch.distributed.get_world_size(group),
             options=options,
         )
