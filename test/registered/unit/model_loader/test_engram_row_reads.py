@@ -13,7 +13,11 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_deepseek_v41 import host_table_env, run_ranks, tensor_bytes
+from tiny_deepseek_v41 import (
+    host_table_env,
+    run_ranks,
+    tensor_bytes,
+)
 
 from loadplan.fake import fake_gpu
 from sglang.srt.layers.engram import EngramEmbedding
