@@ -28,7 +28,7 @@ import tqdm
 from safetensors import safe_open
 
 from . import synth
-from .core import LoadPlan, LoadPlanError, PlannedTensor, Route
+from .core import LoadPlan, LoadPlanError, PlannedTensor, Route, TensorHeader
 from .fake import fake_gpu
 from .placeholders import kernel_placeholders
 
@@ -331,7 +331,7 @@ def _expected_digests(checkpoint: Path, plan: LoadPlan) -> tuple[dict[str, str],
     return expected, f"the seed {options.seed} of the synthetic checkpoint"
 
 
-def _synth_digest(seed: int, spec: synth.TensorSpec) -> str:
+def _synth_digest(seed: int, spec: TensorHeader) -> str:
     digest = _start_digest(str(synth.torch_dtype(spec.dtype)), spec.shape)
     nbytes = spec.end - spec.begin
     for begin in range(0, nbytes, _PIECE):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from . import synth_model
-from .core import LoadPlanError
+from .core import LoadPlanError, TensorHeader
 from .core.header import INDEX_NAME
 from .synth_model import EngramTable, SynthModel, Tensor, tensor_bytes
 
@@ -104,26 +104,11 @@ class SynthOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor: ``shape`` in elements, ``begin`` and ``end`` in bytes of the file."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
-
-
-@dataclass(frozen=True, slots=True)
 class ShardSpec:
     """One safetensors file, its tensors in the order of their bytes."""
 
     name: str
-    tensors: tuple[TensorSpec, ...]
+    tensors: tuple[TensorHeader, ...]
 
     @property
     def nbytes(self) -> int:
@@ -282,7 +267,7 @@ def _spec(name: str, tensors: Iterable[Tensor]) -> ShardSpec:
     specs, offset = [], 0
     for tensor in ordered:
         end = offset + tensor_bytes(tensor)
-        specs.append(TensorSpec(*tensor, offset, end))
+        specs.append(TensorHeader(*tensor, offset, end))
         offset = end
     start = len(_header(specs))
     return ShardSpec(
@@ -294,7 +279,7 @@ def _spec(name: str, tensors: Iterable[Tensor]) -> ShardSpec:
     )
 
 
-def _header(tensors: Iterable[TensorSpec]) -> bytes:
+def _header(tensors: Iterable[TensorHeader]) -> bytes:
     """The file's bytes before the first tensor, as official safetensors writes them."""
     tensors = tuple(tensors)
     start = tensors[0].begin
@@ -397,7 +382,7 @@ def _write_shard(
         _write_at(file.fileno(), header, 0)
         done(len(header))
 
-        def write_piece(piece: tuple[TensorSpec, int, int]) -> int:
+        def write_piece(piece: tuple[TensorHeader, int, int]) -> int:
             tensor, start, stop = piece
             for at in range(start, stop, _CHUNK_BYTES):
                 chunk = content(seed, tensor.name, at, min(at + _CHUNK_BYTES, stop))

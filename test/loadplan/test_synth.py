@@ -35,12 +35,12 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def tensors_of(options: SynthOptions) -> dict[str, synth.TensorSpec]:
+def tensors_of(options: SynthOptions) -> dict[str, synth.TensorHeader]:
     shards = synth.layout(options)
     return {tensor.name: tensor for shard in shards for tensor in shard.tensors}
 
 
-def expected_tensor(spec: synth.TensorSpec, *, seed: int) -> torch.Tensor:
+def expected_tensor(spec: synth.TensorHeader, *, seed: int) -> torch.Tensor:
     data = synth.content(seed, spec.name, 0, spec.nbytes)
     return torch.from_numpy(data).view(synth.torch_dtype(spec.dtype)).view(spec.shape)
 
@@ -458,7 +458,7 @@ def sglang_parameter(name: str) -> str:
 
 
 def assert_fills(
-    module: torch.nn.Module, mapped: Iterable[tuple[str, synth.TensorSpec]]
+    module: torch.nn.Module, mapped: Iterable[tuple[str, synth.TensorHeader]]
 ) -> None:
     """Each parameter is filled exactly, by tensors of its own row length."""
     shapes = {
