@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := PYTHONPATH=$(CURDIR)/python $(VENV)/bin/python
-ENGINE := build/engines/sglang
+ENGINES := build/engines
 
 # The environment is brought up to date when the pins changed.
 STAMP := $(VENV)/.stamp-$(shell sha256sum requirements.txt | cut -c1-16)
@@ -23,11 +23,11 @@ $(STAMP):
 demo: setup
 	rm -rf build/demo
 	$(RUN) -m loadplan synth build/demo --size 64M --mixed-engram
-	$(RUN) -m loadplan load build/demo --engine-dir $(ENGINE)/patched
+	$(RUN) -m loadplan load build/demo --engine-dir $(ENGINES)/sglang/patched
 
 # pytest's closing line stays the last one: a module's complaint at exit is muted.
 test: setup
-	PYTHONWARNINGS=ignore::DeprecationWarning PYTHONPATH=$(CURDIR)/$(ENGINE)/patched:$(CURDIR)/python $(VENV)/bin/python -m pytest -q test
+	PYTHONWARNINGS=ignore::DeprecationWarning PYTHONPATH=$$(printf '%s:' $(CURDIR)/$(ENGINES)/*/patched)$(CURDIR)/python $(VENV)/bin/python -m pytest -q test
 
 lint: check-patches
 	$(VENV)/bin/python -m pre_commit run --all-files --show-diff-on-failure
@@ -36,9 +36,9 @@ lint: check-patches
 check-patches: setup
 	$(RUN) tools/check_patches.py
 
-# Write the patches, their hashes and their table from the edited tree $(ENGINE)/patched.
+# Write the patches, their hashes and their table from the edited trees, patched.
 patches: $(STAMP)
-	$(RUN) tools/refresh_patches.py sglang
+	$(RUN) tools/refresh_patches.py
 
 clean:
 	rm -rf build

@@ -6,5 +6,6 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-for folder in ("loadplan", "gpu", "proof", "registered/unit/model_loader"):
+for folder in ("loadplan", "gpu", "proof", "tokenspeed", "vllm"):
     sys.path.insert(0, str(HERE / folder))
+sys.path.insert(0, str(HERE / "registered" / "unit" / "model_loader"))

@@ -159,11 +159,10 @@ def check_export(
     """What upstream would get is stable, new where it says so, and clean."""
     commits = export.plan_export(target)
     numbered = [*enumerate(commits, start=1)]
-    mails = [export.mail(c, number=n, total=len(commits)) for n, c in numbered]
-    again = export.plan_export(target)
-    if mails != [
-        export.mail(c, number=n, total=len(again)) for n, c in enumerate(again, start=1)
-    ]:
+    total = len(commits)
+    mails = [export.mail(target, c, number=n, total=total) for n, c in numbered]
+    again = enumerate(export.plan_export(target), start=1)
+    if mails != [export.mail(target, c, number=n, total=total) for n, c in again]:
         yield "the exported text is another one each time"
     texts = dict(patched)
     for commit in commits:

@@ -5,6 +5,7 @@ Safe to run again: a finished tree is left alone, an unfinished one is made anew
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ def main() -> None:
         folder = BUILD / "engines" / target.name
         pristine, patched = folder / "pristine", folder / "patched"
         if not _has_release(target, pristine):
-            _unpack(_wheel(target), pristine)
+            _unpack(target, pristine)
         if not _is_patched(target, patched):
             _copy_patched(target, pristine, patched)
         print(f"{target.name} {target.version}: {pristine} and {patched}")
@@ -58,11 +59,14 @@ def _wheel(target: Target) -> Path:
     return next(wheels.glob(pattern))
 
 
-def _unpack(wheel: Path, tree: Path) -> None:
+def _unpack(target: Target, tree: Path) -> None:
+    wheel = _wheel(target)
     tree.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=tree.parent) as scratch:
         with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(scratch)
+            for name in archive.namelist():
+                if any(fnmatch.fnmatch(name, pattern) for pattern in target.unpack):
+                    archive.extract(name, scratch)
         _replace(Path(scratch), tree)
 
 

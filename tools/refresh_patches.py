@@ -8,6 +8,7 @@ patch: edit them below python/.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -16,14 +17,20 @@ from pathlib import Path
 
 import patch_table
 
-from loadplan.engines import Target, find_target
+from loadplan.engines import Target, find_target, load_targets
 from loadplan.patching import sha256
 from loadplan.series import Patch, apply_hunks, read_series
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
 
 
-def main(name: str) -> None:
+def main(names: list[str]) -> None:
+    for name in names or load_targets():
+        refresh(name)
+    patch_table.write()
+
+
+def refresh(name: str) -> None:
     target = find_target(name)
     pristine = BUILD / "engines" / name / "pristine"
     edited = BUILD / "engines" / name / "patched"
@@ -47,7 +54,6 @@ def main(name: str) -> None:
     for path, text in before.items():
         hashes[path]["patched"] = sha256(text.encode())
     write_hashes(target, hashes)
-    patch_table.write()
 
 
 def applies_to(target: Target, patch: Patch) -> str:
@@ -76,33 +82,42 @@ def diff(path: str, before: str, after: str) -> str:
 
 
 def write_hashes(target: Target, hashes: dict[str, dict[str, str]]) -> None:
-    """Replace the tables [ENGINE.retired] and [ENGINE.files.*], the last of an engine.
+    """Replace the tables [ENGINE.retired] and [ENGINE.files.*] of ``target``.
 
-    A file that is no longer touched is kept as retired: an installation may still have
-    it patched by the loadplan of before.
+    Those of all engines stand at the end. A file that is no longer touched is kept as
+    retired: an installation may still have it patched by the loadplan of before.
     """
     touched = {path.removeprefix(target.prefix): pair for path, pair in hashes.items()}
     retired = target.retired | {
         path: pair["pristine"] for path, pair in target.files.items()
     }
+    gone = {path: digest for path, digest in retired.items() if path not in touched}
+    targets = load_targets()
+    targets[target.name] = dataclasses.replace(target, files=touched, retired=gone)
     file = target.patches.parent / "targets.toml"
-    kept, skipping = [], False
-    own = (f"[{target.name}.files.", f"[{target.name}.retired]")
+    kept, written = [], False
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
-            skipping = line.startswith(own)
-        if not skipping:
+            written = ".files." in line or ".retired]" in line
+        if not written:
             kept.append(line)
     lines = "\n".join(kept).rstrip().splitlines()
-    gone = {path: digest for path, digest in retired.items() if path not in touched}
-    if gone:
-        lines += ["", own[1]]
-        lines += [f'"{path}" = "{digest}"' for path, digest in sorted(gone.items())]
-    for path, pair in sorted(touched.items()):
-        lines += ["", f'[{target.name}.files."{path}"]']
-        lines += [f'{state} = "{digest}"' for state, digest in sorted(pair.items())]
+    for engine in targets.values():
+        lines += hash_tables(engine)
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+def hash_tables(target: Target) -> list[str]:
+    """The lines of targets.toml that hold the hashes of ``target``."""
+    lines = []
+    if target.retired:
+        lines += ["", f"[{target.name}.retired]"]
+        lines += [f'"{path}" = "{digest}"' for path, digest in target.retired.items()]
+    for path, pair in sorted(target.files.items()):
+        lines += ["", f'[{target.name}.files."{path}"]']
+        lines += [f'{state} = "{digest}"' for state, digest in sorted(pair.items())]
+    return lines
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

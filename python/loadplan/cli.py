@@ -305,8 +305,8 @@ def _load(arguments: argparse.Namespace) -> int:
             f"'loadplan apply {target.name}' does that"
         )
     errors = Console(stderr=True)
-    with load.open_sglang(
-        arguments.checkpoint, engram_config=arguments.engram_config
+    with load.open_engine(
+        target.name, arguments.checkpoint, engram_config=arguments.engram_config
     ) as engine:
         reader = _reader()
         plan = engine.plan()

@@ -42,11 +42,15 @@ class Target:
 
     Paths in ``files`` are relative to the folder that holds the engine's package
     (site-packages, an unpacked wheel); ``prefix`` is that folder in the upstream
-    repository. ``files`` maps each touched file to its pristine and patched sha256;
+    repository. ``unpack`` says which files of the wheel a development tree needs.
+    ``files`` maps each touched file to its pristine and patched sha256;
     ``retired`` maps what only earlier versions of loadplan wrote to its pristine
     sha256, or to "" where the engine has no such file. ``serve`` is a command that
-    uses the patches. ``helper_folder``, ``docs_folder`` (in the upstream repository)
-    and ``licence_header`` say how upstream would hold what an export adds, ``linters``
+    uses the patches. Its tests lie in ``tests_folder`` here. Folders in the upstream
+    repository, and what it asks of a commit, say what an export looks like: tests in
+    ``upstream_tests_folder``, their helpers in ``helper_folder``, imported from
+    ``helper_package``, pages in ``docs_folder`` with ``docs_suffix`` (.md or .mdx),
+    ``licence_header`` in front of new files, a sign-off if ``signed_off``. ``linters``
     are the commands that judge its files.
     """
 
@@ -54,10 +58,16 @@ class Target:
     version: str
     package: str
     prefix: str
+    unpack: tuple[str, ...]
     core_folder: str
     serve: str
+    tests_folder: str
+    upstream_tests_folder: str
     helper_folder: str
+    helper_package: str
     docs_folder: str
+    docs_suffix: str
+    signed_off: bool
     licence_header: str
     linters: tuple[str, ...]
     limits: Limits
@@ -98,10 +108,16 @@ def load_targets() -> dict[str, Target]:
             version=entry["version"],
             package=entry["package"],
             prefix=entry["prefix"],
+            unpack=tuple(entry["unpack"]),
             core_folder=entry["core_folder"],
             serve=entry["serve"],
+            tests_folder=entry["tests_folder"],
+            upstream_tests_folder=entry["upstream_tests_folder"],
             helper_folder=entry["helper_folder"],
+            helper_package=entry["helper_package"],
             docs_folder=entry["docs_folder"],
+            docs_suffix=entry["docs_suffix"],
+            signed_off=entry["signed_off"],
             licence_header=entry["licence_header"],
             linters=tuple(entry["linters"]),
             limits=Limits(**entry["limits"]),

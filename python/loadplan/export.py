@@ -71,6 +71,9 @@ def plan_export(target: Target) -> list[Commit]:
 def write_export(target: Target, out: Path) -> list[Commit]:
     """Write the mails to ``out``, a folder that is empty or absent.
 
+    What the series asks for beyond its patches stands in a cover letter, where the
+    engine has one.
+
     Raises:
         EngineError: the folder holds something, or the series is not fit.
     """
@@ -79,18 +82,23 @@ def write_export(target: Target, out: Path) -> list[Commit]:
     commits = plan_export(target)
     out.mkdir(parents=True, exist_ok=True)
     for number, commit in enumerate(commits, start=1):
-        text = mail(commit, number=number, total=len(commits))
+        text = mail(target, commit, number=number, total=len(commits))
         path = out / f"{number:04}-{commit.name}.patch"
         path.write_text(text, encoding="utf-8", newline="\n")
+    letter = target.patches / "cover-letter.txt"
+    if letter.is_file():
+        (out / "0000-cover-letter.txt").write_bytes(letter.read_bytes())
     return commits
 
 
-def mail(commit: Commit, *, number: int, total: int) -> str:
+def mail(target: Target, commit: Commit, *, number: int, total: int) -> str:
     """The commit in the form that ``git format-patch`` writes and ``git am`` reads."""
     header, _, body = commit.patch.header.partition("\n\n")
     # The trailers behind it are this project's bookkeeping.
     body = body.partition("\nApplies-To: ")[0].strip()
     header = header.replace("[PATCH]", f"[PATCH {number}/{total}]")
+    if target.signed_off:
+        body += f"\n\nSigned-off-by: {commit.patch.author}"
     return (
         f"{header}\n"
         "MIME-Version: 1.0\n"
@@ -149,19 +157,28 @@ def _tests(target: Target, patch: Patch) -> dict[str, str]:
             if name not in helpers:
                 helpers[name] = source
                 waiting.append(source)
-    package = target.helper_folder.replace("/", ".")
     moved = {
-        name: f"{package}.{name.rpartition('.')[2]}"
+        name: f"{target.helper_package}.{name.rpartition('.')[2]}"
         for name in helpers
         if not name.startswith(".")
     }
-    texts = {path: _upstream_test(file, moved) for path, file in files.items()}
-    folder = target.upstream(target.helper_folder)
+    texts = {
+        upstream_path(target, path): _upstream_test(target, file, moved)
+        for path, file in files.items()
+    }
+    folder = target.helper_folder
     for source in helpers.values():
-        texts[f"{folder}/{source.name}"] = _upstream_test(source, moved)
+        texts[f"{folder}/{source.name}"] = _upstream_test(target, source, moved)
     if helpers:
-        texts[f"{folder}/__init__.py"] = '"""Fakes for tests of model loading."""\n'
+        package = '"""Fakes for tests of model loading."""\n'
+        texts[f"{folder}/__init__.py"] = _with_header(target, package)
     return texts
+
+
+def upstream_path(target: Target, test: str) -> str:
+    """Where upstream would hold a test file of ours."""
+    name = test.removeprefix(f"{target.tests_folder}/")
+    return f"{target.upstream_tests_folder}/{name}"
 
 
 def _helpers(file: Path) -> dict[str, Path]:
@@ -191,9 +208,10 @@ def _docs(target: Target, patch: Patch) -> dict[str, str]:
     for path in patch.trailers("Docs"):
         name = PurePosixPath(path).stem.replace("-", "_")
         source = data_folder() / path
-        pages[f"{target.docs_folder}/{name}.mdx"] = prose.to_mdx(
-            source.read_text(encoding="utf-8"), label=path
-        )
+        text = source.read_text(encoding="utf-8")
+        if target.docs_suffix == ".mdx":
+            text = prose.to_mdx(text, label=path)
+        pages[f"{target.docs_folder}/{name}{target.docs_suffix}"] = text
     return pages
 
 
@@ -210,13 +228,16 @@ def _imports(text: str) -> list[tuple[str, list[str]]]:
 
 
 def _licensed(target: Target, file: Path) -> str:
-    text = file.read_text(encoding="utf-8")
+    return _with_header(target, file.read_text(encoding="utf-8"))
+
+
+def _with_header(target: Target, text: str) -> str:
     if text.startswith(target.licence_header):
         return text
     return f"{target.licence_header}\n\n{text}"
 
 
-def _upstream_test(file: Path, moved: dict[str, str]) -> str:
+def _upstream_test(target: Target, file: Path, moved: dict[str, str]) -> str:
     """A test or helper without the marks of our proof, its helpers found upstream."""
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     for first, last in reversed(_proof_marks("".join(lines))):
@@ -225,7 +246,7 @@ def _upstream_test(file: Path, moved: dict[str, str]) -> str:
         lines = [line for line in lines if line != "import pytest\n"]
     for old, new in moved.items():
         lines = _move_import(lines, old, new)
-    return "".join(lines)
+    return _with_header(target, "".join(lines))
 
 
 def _proof_marks(text: str) -> list[tuple[int, int]]:

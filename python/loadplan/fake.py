@@ -119,6 +119,7 @@ def make_module(
 @contextlib.contextmanager
 def fake_gpu(
     *,
+    engine: str = "sglang",
     version: str = "0.2.2",
     free_memory: int = DEFAULT_FREE_MEMORY,
     host_register_limit: int | None = None,
@@ -128,10 +129,11 @@ def fake_gpu(
 
     Replaced and put back: `sys.modules["instanttensor"]`, `torch.cuda.current_device`,
     `torch.cuda.cudart` and `torch.cuda.mem_get_info`, READ's `device_buffer`; where
-    SGLang can be imported also its platform's device and its query of how the GPU reads
-    host memory. Whatever code is imported inside the block stays imported.
+    the engine can be imported also its platform's device and what else it asks of one.
+    Whatever code is imported inside the block stays imported.
 
     Args:
+        engine: The engine whose loader will run, "sglang", "tokenspeed" or "vllm".
         version: The InstantTensor release to imitate, "0.2.2" or "0.1.9".
         free_memory: Free memory of the pretended device, in bytes.
         host_register_limit: Registrations of more bytes fail, as under a locked-memory
@@ -153,8 +155,8 @@ def fake_gpu(
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "cudart", lambda: cudart),
         (torch.cuda, "mem_get_info", lambda device=None: (free_memory, free_memory)),
-        *((spans, "device_buffer", device_buffer) for spans in _read_modules()),
-        *_sglang_patches(),
+        *((spans, "device_buffer", device_buffer) for spans in _read_modules(engine)),
+        *_ENGINE_PATCHES.get(engine, list)(),
     ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_loaded(_STUB, stub))
@@ -179,20 +181,22 @@ class _Cudart:
         return error
 
 
-def _read_modules() -> list[types.ModuleType]:
+# Where each patched engine has its copy of the core.
+_CORES = {
+    "sglang": "sglang.srt.model_loader.loadplan",
+    "tokenspeed": "tokenspeed.runtime.model_loader.loadplan",
+    "vllm": "vllm.model_executor.model_loader.loadplan",
+}
+
+
+def _read_modules(engine: str) -> list[types.ModuleType]:
     """READ twice: the library's, and the copy in an engine that is patched."""
-    names = ["loadplan.core.spans"]
-    if _sglang_platforms() is not None:
-        names.append("sglang.srt.model_loader.loadplan.spans")
+    names = ["loadplan.core.spans", f"{_CORES[engine]}.spans"]
     return [module for name in names if (module := _module(name)) is not None]
 
 
-def _sglang_platforms() -> types.ModuleType | None:
-    return _module("sglang.srt.platforms")
-
-
 def _sglang_patches() -> list[tuple[Any, str, Any]]:
-    platforms = _sglang_platforms()
+    platforms = _module("sglang.srt.platforms")
     if platforms is None:
         return []
     engram = importlib.import_module("sglang.srt.layers.engram")
@@ -203,6 +207,9 @@ def _sglang_patches() -> list[tuple[Any, str, Any]]:
         # Only a sort order hangs on it, and asking needs the CUDA driver.
         (engram, "_sorted_host_reads", lambda device: False),
     ]
+
+
+_ENGINE_PATCHES = {"sglang": _sglang_patches}
 
 
 def _module(name: str) -> types.ModuleType | None:

@@ -33,6 +33,11 @@ class Patch:
     diff: str
     hunks: dict[str, tuple[Hunk, ...]]
 
+    @property
+    def author(self) -> str:
+        (author,) = self.trailers("From")
+        return author
+
     def trailers(self, key: str) -> list[str]:
         """The values of the header's lines ``KEY: VALUE``, in their order."""
         lines = self.header.splitlines()

@@ -10,25 +10,30 @@ from pathlib import Path
 from loadplan import engines
 
 TARGET = engines.find_target("sglang")
-PRISTINE = Path(__file__).parents[2] / "build" / "engines" / "sglang" / "pristine"
+TREES = Path(__file__).parents[2] / "build" / "engines"
+PRISTINE = TREES / TARGET.name / "pristine"
 LOADER = "sglang/srt/model_loader/loader.py"
 
 Snapshot = dict[str, tuple[bytes, int]]
 
 
-def make_tree(root: Path, *, end: str = "\n") -> Path:
+def make_tree(root: Path, *, target: engines.Target = TARGET, end: str = "\n") -> Path:
     """Copy the touched files to ``root``, with a RECORD whose lines end by ``end``."""
-    paths = sorted((*TARGET.files, "sglang/__init__.py"))
+    package = target.package
+    paths = sorted((*target.files, f"{package}/__init__.py"))
     for path in paths:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(PRISTINE / path, root / path)
-    record = root / TARGET.record
+        shutil.copy(TREES / target.name / "pristine" / path, root / path)
+    record = root / target.record
     record.parent.mkdir()
     (record.parent / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: sglang\nVersion: {TARGET.version}\n"
+        f"Metadata-Version: 2.1\nName: {target.name}\nVersion: {target.version}\n"
     )
     lines = [record_line(root, path) for path in paths]
-    lines += [f"{record.parent.name}/RECORD,,", "sglang/__pycache__/x.cpython.pyc,,"]
+    lines += [
+        f"{record.parent.name}/RECORD,,",
+        f"{package}/__pycache__/x.cpython.pyc,,",
+    ]
     record.write_bytes("".join(line + end for line in lines).encode())
     return root
 

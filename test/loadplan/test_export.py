@@ -56,10 +56,10 @@ def test_every_new_file_comes_once_with_what_needs_it_first() -> None:
         ("engram-config", "python/sglang/srt/layers/engram_config.py"),
         ("engram-config", "docs_new/docs/advanced_features/engram_config.mdx"),
         ("host-resident-weights", f"python/{TARGET.core_folder}/__init__.py"),
-        ("host-resident-weights", f"python/{TARGET.helper_folder}/fake.py"),
+        ("host-resident-weights", f"{TARGET.helper_folder}/fake.py"),
         (
             "deepseek-v4-engram-patterns",
-            f"python/{TARGET.helper_folder}/tiny_deepseek_v41.py",
+            f"{TARGET.helper_folder}/tiny_deepseek_v41.py",
         ),
     ):
         assert path in by_name[name], path
@@ -152,7 +152,8 @@ def test_test_loses_our_marks_and_finds_its_helpers(tmp_path: Path) -> None:
         "helper": "sglang.test.own.helper",
         "loadplan.fake": "sglang.test.own.fake",
     }
-    assert export._upstream_test(file, moved) == (
+    assert export._upstream_test(TARGET, file, moved) == (
+        f"{TARGET.licence_header}\n\n"
         "import unittest\n\nimport torch\n\nfrom sglang.srt.x import x\n"
         "from sglang.test.ci import y\nfrom sglang.test.own.fake import a\n"
         "from sglang.test.own.helper import (\n    b,\n    c,\n)\n"

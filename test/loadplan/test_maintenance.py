@@ -12,6 +12,7 @@ import pytest
 from engine_tree import LOADER, TARGET, make_tree
 
 from loadplan import patching
+from loadplan.engines import load_targets
 from loadplan.series import read_series
 
 ROOT = Path(__file__).parents[2]
@@ -23,12 +24,14 @@ OTHER_PATCH = "patches/sglang/deepseek-v4-engram-patterns.patch"
 def clone(tmp_path: Path) -> Path:
     """A checkout with its pristine and its patched tree, of the touched files only."""
     clone = tmp_path / "clone"
-    for folder in ("python", "patches", "docs", "tools", "test/registered"):
+    tests = [target.tests_folder for target in load_targets().values()]
+    for folder in ("python", "patches", "docs", "tools", *tests):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, clone / folder, ignore=ignore)
-    engines = clone / "build" / "engines" / "sglang"
-    make_tree(engines / "pristine")
-    patching.apply(TARGET, make_tree(engines / "patched"))
+    for target in load_targets().values():
+        engine = clone / "build" / "engines" / target.name
+        make_tree(engine / "pristine", target=target)
+        patching.apply(target, make_tree(engine / "patched", target=target))
     return clone
 
 
@@ -56,11 +59,13 @@ def texts(clone: Path) -> dict[str, str]:
 def test_series_passes_and_refresh_changes_nothing(clone: Path) -> None:
     """Red when the committed series is not what the tools write."""
     result = run(clone, "check_patches.py")
-    count = len(read_series(TARGET.patches))
-    assert result.stdout == f"Passed ({count} patches, 1 releases)\n"
+    targets = load_targets()
+    count = sum(len(read_series(target.patches)) for target in targets.values())
+    assert result.stdout == f"Passed ({count} patches, {len(targets)} releases)\n"
     before = texts(clone)
-    assert run(clone, "refresh_patches.py", "sglang").returncode == 0
-    assert texts(clone) == before
+    for name in targets:
+        assert run(clone, "refresh_patches.py", name).returncode == 0
+        assert texts(clone) == before
 
 
 FAULTS = [

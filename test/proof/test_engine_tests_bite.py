@@ -14,27 +14,20 @@ from pathlib import Path
 
 import pytest
 
-from loadplan.engines import find_target
+from loadplan.engines import Target, load_targets
 from loadplan.patching import revert
-from loadplan.series import Hunk, Patch, read_series
+from loadplan.series import Hunk, read_series
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGET = find_target("sglang")
-TREES = ROOT / "build" / "engines" / TARGET.name
+TARGETS = load_targets()
+TREES = ROOT / "build" / "engines"
 
 pytestmark = pytest.mark.proof
 
 
-def named_tests(patch: Patch) -> list[str]:
-    """The test files that the patch's header names."""
-    lines = patch.header.splitlines()
-    return [line.split()[1] for line in lines if line.startswith("Tests: ")]
-
-
-def all_tests() -> list[str]:
-    return [
-        test for patch in read_series(TARGET.patches) for test in named_tests(patch)
-    ]
+def all_tests(target: Target) -> list[str]:
+    series = read_series(target.patches)
+    return [test for patch in series for test in patch.trailers("Tests")]
 
 
 def run_tests(
@@ -68,21 +61,23 @@ def without(text: str, hunk: Hunk) -> str:
     return "".join(lines)
 
 
-def hunks() -> list[tuple[str, str, int]]:
+def hunks() -> list[tuple[str, str, str, int]]:
     return [
-        (patch.name, path, index)
-        for patch in read_series(TARGET.patches)
+        (target.name, patch.name, path, index)
+        for target in TARGETS.values()
+        for patch in read_series(target.patches)
         for path, found in patch.hunks.items()
         for index in range(len(found))
     ]
 
 
-def test_engine_tests_are_marked_and_every_patch_names_some() -> None:
-    """Red when a test file is in no patch's header, or a patch names no test."""
-    named = all_tests()
-    assert all(named_tests(patch) for patch in read_series(TARGET.patches))
-    present = (ROOT / "test" / "registered").rglob("test_*.py")
-    assert sorted(named) == sorted(p.relative_to(ROOT).as_posix() for p in present)
+@pytest.mark.parametrize("engine", TARGETS)
+def test_every_engine_test_belongs_to_a_patch(engine: str) -> None:
+    """Red when a test file is in no patch's header."""
+    target = TARGETS[engine]
+    present = (ROOT / target.tests_folder).rglob("test_*.py")
+    files = {p.relative_to(ROOT).as_posix() for p in present}
+    assert sorted(set(all_tests(target))) == sorted(files)
 
 
 def contents(tree: Path) -> dict[str, bytes]:
@@ -94,20 +89,21 @@ def contents(tree: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.parametrize("engine", TARGETS)
 def test_on_the_reverted_engine_features_fail_by_assertion_and_guards_pass(
-    tmp_path: Path,
+    tmp_path: Path, engine: str
 ) -> None:
     """The reverted engine is the stock one, in every byte and in behaviour.
 
     Red when a feature test passes without the feature, or fails by accident.
     """
-    tree = tmp_path / "tree"
-    shutil.copytree(TREES / "patched", tree, copy_function=os.link)
-    revert(TARGET, tree)
-    assert contents(tree) == contents(TREES / "pristine")
+    target, tree = TARGETS[engine], tmp_path / "tree"
+    shutil.copytree(TREES / engine / "patched", tree, copy_function=os.link)
+    revert(target, tree)
+    assert contents(tree) == contents(TREES / engine / "pristine")
     written = tmp_path / "outcomes.json"
     plugin = ["-p", "outcomes", "--outcomes", str(written)]
-    result = run_tests(tree, all_tests(), *plugin)
+    result = run_tests(tree, all_tests(target), *plugin)
     assert written.exists(), result.stdout + result.stderr
     wrong = {}
     for test, entry in json.loads(written.read_text()).items():
@@ -126,21 +122,22 @@ def test_on_the_reverted_engine_features_fail_by_assertion_and_guards_pass(
     assert wrong == {}
 
 
-@pytest.mark.parametrize(("name", "path", "index"), hunks())
+@pytest.mark.parametrize(("engine", "name", "path", "index"), hunks())
 def test_without_one_hunk_an_engine_test_fails(
-    tmp_path: Path, name: str, path: str, index: int
+    tmp_path: Path, engine: str, name: str, path: str, index: int
 ) -> None:
     """Red when a hunk does nothing that a test sees."""
-    tree = tmp_path / "tree"
-    shutil.copytree(TREES / "patched", tree, copy_function=os.link)
-    relative = path.removeprefix(TARGET.prefix)
-    (patch,) = [p for p in read_series(TARGET.patches) if p.name == name]
+    target, tree = TARGETS[engine], tmp_path / "tree"
+    shutil.copytree(TREES / engine / "patched", tree, copy_function=os.link)
+    relative = path.removeprefix(target.prefix)
+    (patch,) = [p for p in read_series(target.patches) if p.name == name]
     text = without((tree / relative).read_text(), patch.hunks[path][index])
     (tree / relative).unlink()
     (tree / relative).write_text(text)
-    result = run_tests(tree, named_tests(patch), "-x")
+    named = patch.trailers("Tests")
+    result = run_tests(tree, named, "-x")
     if result.returncode == 0:
-        others = [test for test in all_tests() if test not in named_tests(patch)]
+        others = [test for test in all_tests(target) if test not in named]
         result = run_tests(tree, others, "-x")
     # Failed tests, or an engine that cannot even be imported: nothing else counts.
     failed = result.returncode == 1 and " failed" in result.stdout

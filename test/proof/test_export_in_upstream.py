@@ -6,6 +6,7 @@ Its tests run there as upstream would run them, with nothing of loadplan install
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib.util
 import json
 import os
@@ -17,11 +18,10 @@ from pathlib import Path
 import pytest
 
 from loadplan import export
-from loadplan.engines import find_target
+from loadplan.engines import Target, load_targets
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGET = find_target("sglang")
-PRISTINE = ROOT / "build" / "engines" / TARGET.name / "pristine"
+TREES = ROOT / "build" / "engines"
 
 pytestmark = pytest.mark.proof
 
@@ -40,22 +40,38 @@ def git(repository: Path, *arguments: str | Path) -> str:
     return result.stdout
 
 
-def run(repository: Path, arguments: list[str]) -> subprocess.CompletedProcess:
-    folders = [repository / "python", Path(__file__).parent]
+@dataclasses.dataclass(frozen=True)
+class Upstream:
+    """The released engine in upstream's layout, with the series on top."""
+
+    target: Target
+    folder: Path
+
+
+def run(upstream: Upstream, arguments: list[str]) -> subprocess.CompletedProcess:
+    folders = [upstream.folder / upstream.target.prefix, Path(__file__).parent]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
     return subprocess.run(
         [sys.executable, *arguments],
-        cwd=repository,
+        cwd=upstream.folder,
         env=environment,
         capture_output=True,
         text=True,
     )
 
 
-def run_tests(repository: Path, tests: list[str], outcomes: Path) -> dict[str, dict]:
+def tests_of(target: Target, commits: list[export.Commit]) -> list[str]:
+    return [
+        export.upstream_path(target, test)
+        for commit in commits
+        for test in commit.patch.trailers("Tests")
+    ]
+
+
+def run_tests(upstream: Upstream, tests: list[str], outcomes: Path) -> dict[str, dict]:
     options = ["-q", "-p", "no:cacheprovider", "-p", "outcomes"]
     command = ["-m", "pytest", *options, "--outcomes", str(outcomes), *tests]
-    result = run(repository, command)
+    result = run(upstream, command)
     assert outcomes.exists(), result.stdout + result.stderr
     return {
         test.split("::")[-1]: entry
@@ -63,11 +79,11 @@ def run_tests(repository: Path, tests: list[str], outcomes: Path) -> dict[str, d
     }
 
 
-def marked_tests(mark: str) -> set[str]:
+def marked_tests(target: Target, mark: str) -> set[str]:
     """The names of our own test functions that carry the mark."""
     return {
         node.name
-        for commit in export.plan_export(TARGET)
+        for commit in export.plan_export(target)
         for path in commit.patch.trailers("Tests")
         for node in ast.walk(ast.parse((ROOT / path).read_text()))
         if isinstance(node, ast.FunctionDef)
@@ -75,15 +91,17 @@ def marked_tests(mark: str) -> set[str]:
     }
 
 
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The released engine in upstream's layout, with the series on top."""
+@pytest.fixture(scope="module", params=load_targets())
+def upstream(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Upstream:
+    target = load_targets()[request.param]
     folder = tmp_path_factory.mktemp("upstream")
     repository = folder / "repository"
     # Links: git replaces files, it never writes into them.
     shutil.copytree(
-        PRISTINE / TARGET.package,
-        repository / TARGET.prefix / TARGET.package,
+        TREES / target.name / "pristine" / target.package,
+        repository / target.prefix / target.package,
         copy_function=os.link,
         ignore=shutil.ignore_patterns("__pycache__"),
     )
@@ -92,44 +110,50 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     git(repository, "add", "--all")
     git(repository, "commit", "--quiet", "--message", "base")
     git(repository, "tag", "base")
-    export.write_export(TARGET, folder / "mails")
-    git(repository, "am", "--quiet", *sorted((folder / "mails").iterdir()))
+    export.write_export(target, folder / "mails")
+    git(repository, "am", "--quiet", *sorted((folder / "mails").glob("*.patch")))
     git(repository, "tag", "series")
-    return repository
+    return Upstream(target, repository)
 
 
-def test_git_am_makes_the_patched_engine(repository: Path) -> None:
+def test_git_am_makes_the_patched_engine(upstream: Upstream) -> None:
     """Red when a mail loses a file, or upstream would not get what apply gives."""
-    patched = PRISTINE.with_name("patched")
-    core = f"{TARGET.core_folder}/"
-    for path in (*TARGET.files, *TARGET.new_files()):
-        text = (repository / TARGET.upstream(path)).read_text()
+    target, repository = upstream.target, upstream.folder
+    patched = TREES / target.name / "patched"
+    core = f"{target.core_folder}/"
+    for path in (*target.files, *target.new_files()):
+        file = repository / target.upstream(path)
         ours = (patched / path).read_text()
-        header = TARGET.licence_header
+        header = target.licence_header
         licensed = ours if ours.startswith(header) else f"{header}\n\n{ours}"
-        if path in TARGET.files:
-            assert text == ours, path
-        elif not path.startswith(core) or (repository / TARGET.upstream(path)).exists():
-            assert text == licensed, path
+        if path in target.files:
+            assert file.read_text() == ours, path
+        elif not path.startswith(core) or file.exists():
+            assert file.read_text() == licensed, path
     subjects = git(repository, "log", "--reverse", "--format=%s", "base..series")
     assert subjects.splitlines() == [
         commit.patch.trailers("Subject")[0].removeprefix("[PATCH] ")
-        for commit in export.plan_export(TARGET)
+        for commit in export.plan_export(target)
     ]
     assert "Applies-To" not in git(repository, "log", "--format=%B", "base..series")
-    assert "loadplan.fake" not in git(
-        repository, "grep", "-hE", "^(from|import) ", "series", "--", "test"
-    ).replace(f"{TARGET.helper_folder.replace('/', '.')}.fake", "")
+    signed = git(repository, "log", "--format=%(trailers)", "base..series")
+    assert ("Signed-off-by" in signed) == target.signed_off
+    folder = target.upstream_tests_folder
+    imports = git(
+        repository, "grep", "-hE", "^(from|import) ", "series", "--", folder
+    ).replace(f"{target.helper_package}.fake", "")
+    assert "loadplan.fake" not in imports
 
 
-def test_each_commits_tests_pass_on_it(repository: Path, tmp_path: Path) -> None:
+def test_each_commits_tests_pass_on_it(upstream: Upstream, tmp_path: Path) -> None:
     """Red when a commit lacks a module, a helper or a part of a later one."""
-    commits = export.plan_export(TARGET)
+    target, repository = upstream.target, upstream.folder
+    commits = export.plan_export(target)
     hashes = git(repository, "rev-list", "--reverse", "base..series").split()
     for commit, digest in zip(commits, hashes, strict=True):
         git(repository, "checkout", "--quiet", "--force", digest)
-        tests = commit.patch.trailers("Tests")
-        outcomes = run_tests(repository, tests, tmp_path / f"{commit.name}.json")
+        tests = tests_of(target, [commit])
+        outcomes = run_tests(upstream, tests, tmp_path / f"{commit.name}.json")
         assert outcomes
         failed = {t: e for t, e in outcomes.items() if e["outcome"] != "passed"}
         assert failed == {}, commit.name
@@ -137,19 +161,19 @@ def test_each_commits_tests_pass_on_it(repository: Path, tmp_path: Path) -> None
 
 
 def test_without_the_series_features_fail_by_assertion_and_guards_pass(
-    repository: Path, tmp_path: Path
+    upstream: Upstream, tmp_path: Path
 ) -> None:
     """The series' tests on the base; red when one passes without its patch."""
+    target, repository = upstream.target, upstream.folder
     git(repository, "checkout", "--quiet", "--force", "series")
-    git(repository, "rm", "-r", "--quiet", "python/sglang/srt")
-    git(repository, "checkout", "base", "--", "python/sglang/srt")
-    tests = [
-        test
-        for commit in export.plan_export(TARGET)
-        for test in commit.patch.trailers("Tests")
-    ]
-    outcomes = run_tests(repository, tests, tmp_path / "base.json")
-    features, guards = marked_tests("feature"), marked_tests("guard")
+    changed = git(repository, "diff", "--name-only", "base", "series").splitlines()
+    touched = [target.upstream(path) for path in target.files]
+    added = set(map(target.upstream, target.new_files())).intersection(changed)
+    git(repository, "rm", "--quiet", *sorted(added))
+    git(repository, "checkout", "base", "--", *touched)
+    tests = tests_of(target, export.plan_export(target))
+    outcomes = run_tests(upstream, tests, tmp_path / "base.json")
+    features, guards = marked_tests(target, "feature"), marked_tests(target, "guard")
     assert outcomes.keys() == features | guards
     for test, entry in outcomes.items():
         expected = "failed" if test in features else "passed"
@@ -157,8 +181,16 @@ def test_without_the_series_features_fail_by_assertion_and_guards_pass(
         assert set(entry["errors"]) <= {"AssertionError", "Failed"}, test
 
 
-def test_upstreams_collection_takes_every_test_file(repository: Path) -> None:
-    """Red when a helper lies among the tests, or one is not registered."""
+def test_upstreams_collection_takes_every_test_file(upstream: Upstream) -> None:
+    """Red when a helper lies among SGLang's tests, or one is not registered.
+
+    The other engines collect by pytest's own rules.
+    """
+    repository = upstream.folder
+    if upstream.target.name != "sglang":
+        tests = tests_of(upstream.target, export.plan_export(upstream.target))
+        assert all(Path(test).name.startswith("test_") for test in tests)
+        return
     git(repository, "checkout", "--quiet", "--force", "series")
     # By its file: the package around it imports the whole engine.
     registry = repository / "python/sglang/test/ci/ci_register.py"
