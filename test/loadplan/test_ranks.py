@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from files import write_shard
+from gloo_ranks import on_ranks
 
 from loadplan.core import (
     LoadPlan,
@@ -28,41 +28,6 @@ from loadplan.core import (
 from loadplan.core import read as read  # the module, for its pool
 
 RANKS = 2
-
-
-def _rank_main(
-    rank: int, folder: Path, target: Callable[[int], object], results
-) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS
-    )
-    try:
-        outcome = ("result", target(rank))
-    except Exception as error:
-        outcome = (type(error).__name__, str(error))
-    results.put((rank, outcome))
-    dist.barrier()
-
-
-def on_ranks(
-    tmp_path: Path, target: Callable[[int], object]
-) -> list[tuple[str, object]]:
-    """Run ``target(rank)`` in two processes; what each returned or raised."""
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    processes = [
-        context.Process(target=_rank_main, args=(rank, tmp_path, target, results))
-        for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        found = dict(results.get(timeout=60) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-    return [found[rank] for rank in range(RANKS)]
 
 
 @pytest.fixture
@@ -239,3 +204,33 @@ def test_alone_there_is_no_step(
     assert made == make_plan([read_header(str(nodes[0] / "b.safetensors"))])
     with pytest.raises(LoadPlanError, match="no such file"):
         plan_together(["gone"], folder=".", group=None, machine=Machine)
+
+
+def test_reader_of_whole_files_is_the_same_on_all_ranks(
+    tmp_path: Path, nodes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank has LOADPLAN_STREAM_READER=read; red when the ranks go different ways."""
+
+    def choose(rank: int) -> object:
+        if rank == 1:
+            os.environ["LOADPLAN_STREAM_READER"] = "read"
+        return routes(nodes, rank)
+
+    monkeypatch.delenv("LOADPLAN_STREAM_READER", raising=False)
+    for kind, text in on_ranks(tmp_path, choose):
+        assert kind == "LoadPlanError"
+        assert "rank 1 would load something else than rank 0" in text
+
+
+def test_unknown_reader_of_whole_files_is_refused(
+    nodes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when a typing error silently keeps the default."""
+    monkeypatch.setenv("LOADPLAN_STREAM_READER", "mmap")
+    with pytest.raises(LoadPlanError, match="'mmap', expected 'instanttensor' or"):
+        plan_together(
+            [str(nodes[0] / "b.safetensors")],
+            folder=str(nodes[0]),
+            group=None,
+            machine=Machine,
+        )

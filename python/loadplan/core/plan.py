@@ -104,6 +104,7 @@ def make_plan(
     wanted_weight: Callable[[str], bool] | None = None,
     device_budget: int | None = None,
     old_reader: bool = False,
+    stream: bool = True,
 ) -> LoadPlan:
     """Decide the route of every tensor in ``files``, given in the engine's order.
 
@@ -111,7 +112,7 @@ def make_plan(
     names that stay in host memory; ``wanted_weight`` tells the names that the model
     will use, None wants all. ``device_budget`` is the most bytes that InstantTensor's
     ring may take, None sets no limit; ``old_reader`` says that InstantTensor is older
-    than 0.2 on some rank.
+    than 0.2 on some rank. Without ``stream`` what would be STREAM is READ.
 
     Raises:
         LoadPlanError: no tensor at all, a name with two owners, an index that does
@@ -160,6 +161,8 @@ def make_plan(
     }
 
     def obstacles() -> dict[str, str]:
+        if not stream:
+            return {file.path: "LOADPLAN_STREAM_READER=read" for file in files}
         found = {
             file.path: _obstacle(file, routed[file.path], owners, old_reader)
             for file in files

@@ -20,6 +20,10 @@ from .read import share_node
 Result = TypeVar("Result")
 
 
+class PeerFailure(LoadPlanError):
+    """Another rank failed, and tells why at the next exchange."""
+
+
 def together(
     group: dist.ProcessGroup | None, step: str, work: Callable[[], Result]
 ) -> list[Result]:
@@ -39,10 +43,12 @@ def together(
         result = work()
     except Exception as error:
         failure = error
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
+    told = None
+    if failure is not None and not isinstance(failure, PeerFailure):
+        told = f"{type(failure).__name__}: {failure}"
     answers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, (step, told, result), group=group)
-    if failure is not None:
+    if told is not None:
         raise failure
     for rank, (at, text, _) in enumerate(answers):
         if text is not None:
@@ -52,6 +58,8 @@ def together(
                 f"rank {rank} of {len(answers)} is at {at!r}, this one at {step!r}; "
                 "one of them ended its load early, see its log"
             )
+    if failure is not None:
+        raise failure
     return [result for _, _, result in answers]
 
 
@@ -106,6 +114,7 @@ def plan_together(
             weight_map=index[0],
             device_budget=min(budgets, default=None),
             old_reader=any(m.old_reader for _, m, _ in seen),
+            stream=stream_reader() == "instanttensor",
             **choices,
         )
         check(plan)
@@ -115,6 +124,20 @@ def plan_together(
 
     _compare(together(group, "the plan", decide))
     return plans[0]
+
+
+def stream_reader() -> str:
+    """Who reads whole files: "instanttensor", or "read", by LOADPLAN_STREAM_READER.
+
+    Raises:
+        LoadPlanError: the variable names no reader.
+    """
+    reader = os.environ.get("LOADPLAN_STREAM_READER", "instanttensor")
+    if reader not in ("instanttensor", "read"):
+        raise LoadPlanError(
+            f"LOADPLAN_STREAM_READER is {reader!r}, expected 'instanttensor' or 'read'"
+        )
+    return reader
 
 
 def _relative(path: str, folder: str) -> str:

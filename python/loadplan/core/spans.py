@@ -11,7 +11,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -97,34 +97,21 @@ def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def read_tensors(
-    entries: Iterable[PlannedTensor], device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor on ``device``, bit for bit what official safetensors loads.
-
-    The tensors are the consumer's and ready on its current stream.
-    """
-    spans = make_spans(entries)
-    with contextlib.closing(_filled(spans, device)) as filled:
-        for span, memory in filled:
-            for entry, begin in span.tensors:
-                tensor = entry.tensor
-                raw = memory[begin : begin + tensor.nbytes]
-                misplaced = begin * 8 % max(tensor.element_bits, 8)
-                if misplaced or tensor.nbytes * _LEAST_SHARE < memory.nbytes:
-                    raw = device_buffer(tensor.nbytes, device).copy_(raw)
-                yield tensor.name, raw.view(tensor.torch_dtype).view(tensor.torch_shape)
+FilledSpans = Iterator[tuple[Span, torch.Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Piece:
+class Piece:
+    """The bytes from ``start`` to ``stop`` of a span: what one thread reads at once."""
+
     span: Span
     start: int
     stop: int
     reads: tuple[Read, ...]
 
 
-def _pieces(spans: Iterable[Span]) -> Iterator[_Piece]:
+def make_pieces(spans: Iterable[Span]) -> Iterator[Piece]:
+    """Cut spans into pieces, in their order."""
     for span in spans:
         remaining = collections.deque(span.reads)
         # A span of zero-byte tensors has one piece, which reads nothing.
@@ -138,17 +125,33 @@ def _pieces(spans: Iterable[Span]) -> Iterator[_Piece]:
                 if read.end > stop:
                     rest = Read(read.path, read.offset + head, stop, read.nbytes - head)
                     remaining.appendleft(rest)
-            yield _Piece(span, start, stop, tuple(reads))
+            yield Piece(span, start, stop, tuple(reads))
 
 
-def _filled(
-    spans: list[Span], device: torch.device
-) -> Iterator[tuple[Span, torch.Tensor]]:
+def fill_spans(spans: list[Span], device: torch.device) -> FilledSpans:
     """Yield each span with its memory, filled and safe on the current stream."""
-    copier = _Copier(device)
-    pieces = _pieces(spans)
+    copier = Copier(device)
+    memory = None
+    with contextlib.closing(read_ahead(make_pieces(spans), copier)) as ready:
+        for piece, buffer in ready:
+            if piece.start == 0:
+                memory = copier.allocate(piece.span.nbytes)
+            copier.copy(buffer, memory, piece.start, piece.stop)
+            if piece.stop == piece.span.nbytes:
+                copier.hand_over(memory)
+                yield piece.span, memory
+                memory = None
+
+
+def read_ahead(
+    pieces: Iterator[Piece], copier: Copier
+) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """Yield each piece with the buffer that holds it, while the next are being read.
+
+    The buffer goes back by ``copier.copy``, before the next piece is asked for.
+    """
     in_flight: collections.deque = collections.deque()
-    file = memory = None
+    file = None
 
     def submit() -> bool:
         nonlocal file
@@ -171,27 +174,21 @@ def _filled(
         while in_flight:
             piece, buffer, future = in_flight.popleft()
             future.result()
-            if piece.start == 0:
-                memory = copier.allocate(piece.span.nbytes)
-            copier.copy(buffer, memory, piece.start, piece.stop)
+            yield piece, buffer
             submit()
-            if piece.stop == piece.span.nbytes:
-                copier.hand_over(memory)
-                yield piece.span, memory
-                memory = None
     finally:
         # The buffers go with this frame: nothing may write into them any more.
         running = [future for _, _, future in in_flight if not future.cancel()]
         concurrent.futures.wait(running)
 
 
-def _read_piece(piece: _Piece, files: list[OpenFile], buffer: memoryview) -> None:
+def _read_piece(piece: Piece, files: list[OpenFile], buffer: memoryview) -> None:
     for file, read in zip(files, piece.reads, strict=True):
         begin = read.begin - piece.start
         file.read_into(buffer[begin : begin + read.nbytes], read.offset)
 
 
-class _Copier:
+class Copier:
     """Pinned buffers and a stream of their own on CUDA, plain copies elsewhere.
 
     Memory is allocated on the stream that fills it: on the consumer's, kernels that
@@ -206,7 +203,13 @@ class _Copier:
         probe = device_buffer(0, device)
         self._stream = torch.cuda.Stream(device) if probe.is_cuda else None
 
-    def _on_stream(self) -> contextlib.AbstractContextManager:
+    def another_stream(self) -> contextlib.AbstractContextManager:
+        """A stream that waits for nothing of this one."""
+        if self._stream is None:
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self._device))
+
+    def on_stream(self) -> contextlib.AbstractContextManager:
         if self._stream is None:
             return contextlib.nullcontext()
         return torch.cuda.stream(self._stream)
@@ -224,14 +227,14 @@ class _Copier:
         return self._free.pop()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        with self._on_stream():
+        with self.on_stream():
             return device_buffer(nbytes, self._device)
 
     def copy(
         self, buffer: torch.Tensor, memory: torch.Tensor, start: int, stop: int
     ) -> None:
         """Copy a piece; the buffer comes back when the copy is done."""
-        with self._on_stream():
+        with self.on_stream():
             memory[start:stop].copy_(buffer[: stop - start], non_blocking=True)
         if self._stream is None:
             self._free.append(buffer)
@@ -243,6 +246,32 @@ class _Copier:
     def hand_over(self, memory: torch.Tensor) -> None:
         """Let the consumer's current stream use ``memory`` when it is filled."""
         if self._stream is not None:
-            consumer = torch.cuda.current_stream(self._device)
-            consumer.wait_stream(self._stream)
-            memory.record_stream(consumer)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self.lend(memory)
+
+    def lend(self, memory: torch.Tensor) -> None:
+        """Keep ``memory``, which is filled, until the consumer's stream is done."""
+        if self._stream is not None:
+            memory.record_stream(torch.cuda.current_stream(self._device))
+
+
+def read_tensors(
+    entries: Iterable[PlannedTensor],
+    device: torch.device,
+    fill: Callable[[list[Span], torch.device], FilledSpans] = fill_spans,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor on ``device``, bit for bit what official safetensors loads.
+
+    ``fill`` is a generator function that fills the spans. The tensors are the
+    consumer's and ready on its current stream.
+    """
+    spans = make_spans(entries)
+    with contextlib.closing(fill(spans, device)) as filled:
+        for span, memory in filled:
+            for entry, begin in span.tensors:
+                tensor = entry.tensor
+                raw = memory[begin : begin + tensor.nbytes]
+                misplaced = begin * 8 % max(tensor.element_bits, 8)
+                if misplaced or tensor.nbytes * _LEAST_SHARE < memory.nbytes:
+                    raw = device_buffer(tensor.nbytes, device).copy_(raw)
+                yield tensor.name, raw.view(tensor.torch_dtype).view(tensor.torch_shape)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 
+from .broadcast import fill_together
 from .header import LoadPlanError
 from .plan import LoadPlan, Route
 from .ranks import together
 from .read import host_tensors
-from .spans import read_tensors
+from .spans import fill_spans, read_tensors
 
 logger = logging.getLogger(__name__)
+
+# Less than this is read by every rank alone: it costs no more than the exchange.
+_LEAST_SHARED_BYTES = 512 << 20
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -25,12 +30,15 @@ def run_plan(
     stream_files: Callable[[list[str]], NamedTensors],
     device: torch.device,
     group: dist.ProcessGroup | None = None,
+    device_group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(name, tensor)`` for every wanted tensor of ``plan``.
 
     ``stream_files`` is the engine's InstantTensor iterator over whole files, called
     once and only with files; READ tensors go to ``device``. A READ or HOST tensor that
     fails on a rank of ``group`` raises on all of them when they have read everything.
+    ``device_group`` holds the same ranks for tensors on ``device``: with it they read
+    each byte of READ once between them, if there is much.
 
     Raises:
         LoadPlanError: a tensor arrived twice or not at all, or another rank failed.
@@ -63,7 +71,7 @@ def run_plan(
             arrived(name)
             yield name, tensor
         try:
-            for name, tensor in _read(plan, device):
+            for name, tensor in _read(plan, device, device_group):
                 arrived(name)
                 yield name, tensor
         except Exception as error:
@@ -94,7 +102,16 @@ def _streamed(
             yield name, tensor
 
 
-def _read(plan: LoadPlan, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from read_tensors(plan.of(Route.READ), device)
+def _read(
+    plan: LoadPlan, device: torch.device, group: dist.ProcessGroup | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    fill = fill_spans
+    if (
+        group is not None
+        and dist.get_world_size(group) > 1
+        and plan.totals()[Route.READ].nbytes >= _LEAST_SHARED_BYTES
+    ):
+        fill = functools.partial(fill_together, group=group)
+    yield from read_tensors(plan.of(Route.READ), device, fill)
     # Last, so that two streams of requests never compete for the disk.
     yield from host_tensors(plan.of(Route.HOST))

@@ -45,6 +45,7 @@ from sglang.srt.utils import get_bool_env_var
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ def planned_weights_iterator(
             f"--model-loader-extra-config sets {reserved} for InstantTensor, which "
             "SGLang decides from the checkpoint and the model; remove them"
         )
-    group = _group(load_group)
+    ranks = _ranks(load_group)
+    group = None if ranks is None else ranks.cpu_group
     plan = plan_weights(
         hf_weights_files,
         hf_folder=hf_folder,
@@ -101,7 +103,13 @@ def planned_weights_iterator(
             load_group=load_group,
         )
 
-    yield from run_plan(plan, stream_files=stream_files, device=_device(), group=group)
+    yield from run_plan(
+        plan,
+        stream_files=stream_files,
+        device=_device(),
+        group=group,
+        device_group=None if ranks is None else ranks.device_group,
+    )
 
 
 def plan_weights(
@@ -151,15 +159,15 @@ def _check_engram_tables(plan: LoadPlan) -> None:
             )
 
 
-def _group(load_group: LoadGroup) -> Optional[ProcessGroup]:
-    """The ranks that InstantTensor will read with, as a group for host objects."""
+def _ranks(load_group: LoadGroup) -> Optional[GroupCoordinator]:
+    """The ranks that InstantTensor will read with, None for this one alone."""
     if load_group is _DEFAULT_LOAD_GROUP:
         if not torch.distributed.is_initialized():
             return None
         load_group = get_parallel().world_group
     if load_group is None or load_group.world_size == 1:
         return None
-    return load_group.cpu_group
+    return load_group
 
 
 def _device() -> torch.device:
