@@ -60,7 +60,7 @@ def run(upstream: Upstream, arguments: list[str]) -> subprocess.CompletedProcess
     )
 
 
-def tests_of(target: Target, commits: list[export.Commit]) -> list[str]:
+def named_tests(target: Target, commits: list[export.Commit]) -> list[str]:
     return [
         export.upstream_path(target, test)
         for commit in commits
@@ -152,7 +152,7 @@ def test_each_commits_tests_pass_on_it(upstream: Upstream, tmp_path: Path) -> No
     hashes = git(repository, "rev-list", "--reverse", "base..series").split()
     for commit, digest in zip(commits, hashes, strict=True):
         git(repository, "checkout", "--quiet", "--force", digest)
-        tests = tests_of(target, [commit])
+        tests = named_tests(target, [commit])
         outcomes = run_tests(upstream, tests, tmp_path / f"{commit.name}.json")
         assert outcomes
         failed = {t: e for t, e in outcomes.items() if e["outcome"] != "passed"}
@@ -171,7 +171,7 @@ def test_without_the_series_features_fail_by_assertion_and_guards_pass(
     added = set(map(target.upstream, target.new_files())).intersection(changed)
     git(repository, "rm", "--quiet", *sorted(added))
     git(repository, "checkout", "base", "--", *touched)
-    tests = tests_of(target, export.plan_export(target))
+    tests = named_tests(target, export.plan_export(target))
     outcomes = run_tests(upstream, tests, tmp_path / "base.json")
     features, guards = marked_tests(target, "feature"), marked_tests(target, "guard")
     assert outcomes.keys() == features | guards
@@ -188,7 +188,7 @@ def test_upstreams_collection_takes_every_test_file(upstream: Upstream) -> None:
     """
     repository = upstream.folder
     if upstream.target.name != "sglang":
-        tests = tests_of(upstream.target, export.plan_export(upstream.target))
+        tests = named_tests(upstream.target, export.plan_export(upstream.target))
         assert all(Path(test).name.startswith("test_") for test in tests)
         return
     git(repository, "checkout", "--quiet", "--force", "series")
