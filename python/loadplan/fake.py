@@ -54,12 +54,14 @@ class HostRegistration:
 class Record:
     """What a load did: calls, yielded names, host registrations, device storages.
 
+    ``bytes_read`` is what the stub read of tensors; ranks of a group share them.
     It keeps no tensor alive. Safe to use from several threads.
     """
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.names: list[str] = []
+        self.bytes_read = 0
         self.host_registrations: list[HostRegistration] = []
         # A weak reference keeps the (small) storage object, not its bytes, so its
         # identity cannot be taken by a new storage while the entry stands.

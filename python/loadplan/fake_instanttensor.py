@@ -218,6 +218,7 @@ class _SafeOpen022:
         self.iterated = False
         self._filtered = names is not None
         self._exited = False
+        self._fetched = 0
         self._files: list[BinaryIO] | None = None
 
         settings = sizes.settings_from(arguments)
@@ -396,11 +397,18 @@ class _SafeOpen022:
             self._ring.fill_(_STALE_BYTE[0])
         begin, end = entry["data_offsets"]
         claimed = self._claimed(entry)
-        file = self._files[file_index]
-        file.seek(offset)
-        read = file.readinto(memoryview(self._slot)[:claimed])
-        if read < min(claimed, end - begin) and self._hangs_on_short_file:
-            raise RuntimeError(f"{file.name}: too short, the library hangs here")
+        owner, self._fetched = self._fetched % self.world_size, self._fetched + 1
+        if owner == self.rank:
+            file = self._files[file_index]
+            file.seek(offset)
+            read = file.readinto(memoryview(self._slot)[:claimed])
+            self._record.bytes_read += read
+            if read < min(claimed, end - begin) and self._hangs_on_short_file:
+                raise RuntimeError(f"{file.name}: too short, the library hangs here")
+        if self.process_group is not None:
+            # As in the library, a rank that stays away leaves the others waiting.
+            source = dist.get_global_rank(self.process_group, owner)
+            dist.broadcast(self._ring[:claimed], source, group=self.process_group)
         return self._ring[:claimed]
 
 

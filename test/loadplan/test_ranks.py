@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from loadplan.core import (
     Route,
     make_plan,
     plan_together,
+    ranks,
     read_header,
     run_plan,
     together,
@@ -179,9 +181,9 @@ def test_threads_are_shared_between_ranks_unless_each_has_its_cores(
     """Red when 8 ranks start 16 threads each, or a rank with its own cores has few."""
     monkeypatch.setattr(os, "cpu_count", lambda: 128)
     threads = []
-    for cores, ranks in ((128, 1), (128, 8), (16, 8), (128, 64)):
+    for cores, count in ((128, 1), (128, 8), (16, 8), (128, 64)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
-        read.share_node(ranks)
+        read.share_node(count)
         read.reader_pool.cache_clear()
         threads.append(read.reader_pool()._max_workers)
     monkeypatch.undo()
@@ -209,7 +211,7 @@ def test_alone_there_is_no_step(
 def test_reader_of_whole_files_is_the_same_on_all_ranks(
     tmp_path: Path, nodes: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank has LOADPLAN_STREAM_READER=read; red when the ranks go different ways."""
+    """LOADPLAN_STREAM_READER=read on one; red when ranks go different ways."""
 
     def choose(rank: int) -> object:
         if rank == 1:
@@ -234,3 +236,24 @@ def test_unknown_reader_of_whole_files_is_refused(
             group=None,
             machine=Machine,
         )
+
+
+def test_absent_rank_is_named_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 comes late; red when rank 0 waits without a word, or names another."""
+    monkeypatch.setattr(ranks, "_PATIENCE_S", 0.2)
+
+    def meet(rank: int) -> list[str]:
+        said: list[str] = []
+        monkeypatch.setattr(ranks.logger, "warning", lambda t, *a: said.append(t % a))
+        group = dist.group.WORLD
+        together(group, "the headers", lambda: None)
+        if rank == 1:
+            time.sleep(1.0)
+        together(group, "the plan", lambda: None)
+        return said
+
+    (_, waiting), (_, late) = on_ranks(tmp_path, meet)
+    assert len(waiting) == 1 and late == []
+    assert "at 'the plan' for rank 1 of 2" in waiting[0]

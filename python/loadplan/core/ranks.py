@@ -5,10 +5,14 @@ Only the group that the engine passed is used. Without one, or alone, there is n
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
+import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -16,6 +20,14 @@ import torch.distributed as dist
 from .header import FileHeader, LoadPlanError, read_headers, read_index
 from .plan import LoadPlan, make_plan
 from .read import share_node
+
+logger = logging.getLogger(__name__)
+
+# How long a rank waits for the others before it says which are absent.
+_PATIENCE_S = 30.0
+
+# By the name of a group, how many exchanges this process has begun on it.
+_exchanges: collections.Counter[str] = collections.Counter()
 
 Result = TypeVar("Result")
 
@@ -47,7 +59,8 @@ def together(
     if failure is not None and not isinstance(failure, PeerFailure):
         told = f"{type(failure).__name__}: {failure}"
     answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (step, told, result), group=group)
+    with _absent_ranks_named(group, step):
+        dist.all_gather_object(answers, (step, told, result), group=group)
     if told is not None:
         raise failure
     for rank, (at, text, _) in enumerate(answers):
@@ -61,6 +74,44 @@ def together(
     if failure is not None:
         raise failure
     return [result for _, _, result in answers]
+
+
+@contextlib.contextmanager
+def _absent_ranks_named(group: dist.ProcessGroup, step: str) -> Iterator[None]:
+    """Log which ranks have not come to ``step`` when this one has waited for long.
+
+    Only a log: how long to wait at all is the group's own timeout.
+    """
+    _exchanges[group.group_name] += 1
+    keys = [
+        f"loadplan/{_exchanges[group.group_name]}/{step}/{rank}"
+        for rank in range(dist.get_world_size(group))
+    ]
+    # Older releases of torch do not tell the store; then nobody is named.
+    store = group.get_group_store() if hasattr(group, "get_group_store") else None
+    if store is not None:
+        store.set(keys[dist.get_rank(group)], "here")
+
+    def tell() -> None:
+        absent = "of others"
+        if store is not None:
+            missing = [str(r) for r, key in enumerate(keys) if not store.check([key])]
+            absent = ", ".join(missing)
+        logger.warning(
+            "Waiting for %d s at %r for rank %s of %d; see the log of that rank.",
+            _PATIENCE_S,
+            step,
+            absent,
+            len(keys),
+        )
+
+    timer = threading.Timer(_PATIENCE_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
