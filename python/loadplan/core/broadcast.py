@@ -22,7 +22,6 @@ from .spans import (
     FilledSpans,
     Piece,
     Span,
-    device_buffer,
     make_pieces,
     read_ahead,
 )
@@ -53,7 +52,7 @@ def fill_together(
     own = (piece for stripe in stripes[rank::ranks] for piece in stripe)
     windows: collections.deque[_Window] = collections.deque()
     with contextlib.closing(read_ahead(own, copier)) as ready:
-        sender = _Sender(group, device, copier, ready)
+        sender = _Sender(group, copier, ready)
         for first in range(0, len(stripes), _STRIPES_PER_WINDOW):
             owned = enumerate(stripes[first : first + _STRIPES_PER_WINDOW], start=first)
             windows.append(sender.send((i % ranks, stripe) for i, stripe in owned))
@@ -88,17 +87,15 @@ class _Sender:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        device: torch.device,
         copier: Copier,
         ready: Iterator[tuple[Piece, torch.Tensor]],
     ):
         self._group = group
         self._rank = dist.get_rank(group)
-        self._device = device
         self._copier = copier
         self._ready = ready
         self._failure: Exception | None = None
-        self._memory = device_buffer(0, device)
+        self._memory = copier.allocate(0)
         self._listening = copier.another_stream()
 
     def send(self, stripes: Iterable[tuple[int, _Stripe]]) -> _Window:
@@ -118,7 +115,7 @@ class _Sender:
                 )
                 if stop == span.nbytes:
                     spans.append((span, self._memory))
-            word = device_buffer(4, self._device).view(torch.int32)
+            word = self._copier.allocate(4).view(torch.int32)
             word.fill_(0 if self._failure is None else self._rank + 1)
             works.append(
                 dist.all_reduce(

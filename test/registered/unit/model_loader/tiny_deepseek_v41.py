@@ -393,6 +393,7 @@ def _rank_main(
     rendezvous: str,
     env: dict[str, str],
     server_args: dict[str, Any],
+    group_timeout: Optional[int],
     target: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -414,6 +415,7 @@ def _rank_main(
             local_rank=rank,
             distributed_init_method=rendezvous,
             backend="gloo",
+            timeout=group_timeout,
         )
         initialize_model_parallel(backend="gloo")
         pipe.send((target(rank, tp_size, *args), None))
@@ -430,12 +432,14 @@ def run_ranks(
     timeout: float = 120.0,
     env: Optional[Mapping[str, str]] = None,
     server_args: Optional[Mapping[str, Any]] = None,
+    group_timeout: Optional[int] = None,
 ) -> list[Any]:
     """Run ``target(rank, tp_size, *args)`` in a process per rank; results by rank.
 
     A rank sees this process's environment plus env, but none of its patches. A rank
     that fails raises RuntimeError with its traceback, one that is silent for timeout
-    seconds TimeoutError; both end every rank.
+    seconds TimeoutError; both end every rank. group_timeout is that of the groups, in
+    seconds.
     """
     # A fork server pays for the engine's import once and has no threads to lose.
     context = multiprocessing.get_context("forkserver")
@@ -448,7 +452,7 @@ def run_ranks(
     results: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         common = (tp_size, f"file://{folder}/rendezvous", rank_env)
-        common += (dict(server_args or {}), target, args)
+        common += (dict(server_args or {}), group_timeout, target, args)
         try:
             for rank in range(tp_size):
                 pipe, rank_pipe = context.Pipe()
