@@ -8,7 +8,7 @@ ENGINES := build/engines
 # The environment is brought up to date when the pins changed.
 STAMP := $(VENV)/.stamp-$(shell sha256sum requirements.txt | cut -c1-16)
 
-.PHONY: setup demo test lint patches check-patches clean
+.PHONY: setup demo test test-gpu lint patches check-patches clean
 
 setup: $(STAMP)
 	$(RUN) tools/engine_trees.py
@@ -28,6 +28,11 @@ demo: setup
 # pytest's closing line stays the last one: a module's complaint at exit is muted.
 test: setup
 	PYTHONWARNINGS=ignore::DeprecationWarning PYTHONPATH=$$(printf '%s:' $(CURDIR)/$(ENGINES)/*/patched)$(CURDIR)/python $(VENV)/bin/python -m pytest -q test
+
+# The tests that touch InstantTensor and CUDA, on the real ones. Needs a GPU, the
+# released SGLang's own requirements and a patched tree of it, TREE.
+test-gpu:
+	LOADPLAN_TEST_GPU=real CUDA_VISIBLE_DEVICES=0 PYTHONPATH=$(TREE):$(CURDIR)/python $(PYTHON) -m pytest -q test/registered/unit/model_loader
 
 lint: check-patches
 	$(VENV)/bin/python -m pre_commit run --all-files --show-diff-on-failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,3 +10,9 @@ HERE = Path(__file__).parent
 for folder in ("loadplan", "gpu", "proof", "tokenspeed", "vllm"):
     sys.path.insert(0, str(HERE / folder))
 sys.path.insert(0, str(HERE / "registered" / "unit" / "model_loader"))
+
+if os.environ.get("LOADPLAN_TEST_GPU") == "real":
+    from loadplan.placeholders import kernel_placeholders
+
+    # For the whole session: with a GPU in sight the engines import their kernels.
+    kernel_placeholders().__enter__()

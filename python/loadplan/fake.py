@@ -9,90 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
-import threading
 import types
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import fake_instanttensor
+from .fake_records import HostRegistration, Record
+from .real_gpu import real_gpu
 
 DEFAULT_FREE_MEMORY = 80 * 1024**3
 _CUDA_ERROR_MEMORY_ALLOCATION = 2
 _STUB = "instanttensor"
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of the stub's `safe_open`.
-
-    `files` is in the caller's order (the library sorts the list); `kwargs` holds the
-    further keyword arguments that were really passed, without `framework`.
-    """
-
-    files: tuple[str, ...]
-    device: int | str | torch.device
-    process_group: dist.ProcessGroup | None
-    kwargs: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class HostRegistration:
-    """One cudaHostRegister: address, bytes, flags and the CUDA error returned."""
-
-    address: int
-    nbytes: int
-    flags: int
-    error: int
-
-
-class Record:
-    """What a load did: calls, yielded names, host registrations, device storages.
-
-    ``bytes_read`` is what the stub read of tensors; ranks of a group share them.
-    It keeps no tensor alive. Safe to use from several threads.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.names: list[str] = []
-        self.bytes_read = 0
-        self.host_registrations: list[HostRegistration] = []
-        # A weak reference keeps the (small) storage object, not its bytes, so its
-        # identity cannot be taken by a new storage while the entry stands.
-        self._placed: dict[int, StorageWeakRef] = {}
-        self._sweep_at = 1024
-        self._lock = threading.Lock()
-
-    def note_call(self, **fields: Any) -> None:
-        """Append a `Call`; for the stub."""
-        self.calls.append(Call(**fields))
-
-    def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record the storage of `tensor` as device memory and return `tensor`."""
-        reference = StorageWeakRef(tensor.untyped_storage())
-        with self._lock:
-            self._placed[reference.cdata] = reference
-            if len(self._placed) > self._sweep_at:
-                self._placed = {
-                    key: ref for key, ref in self._placed.items() if not ref.expired()
-                }
-                self._sweep_at = max(1024, 2 * len(self._placed))
-        return tensor
-
-    def on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is, or is a view of, a tensor that was placed.
-
-        The storage object decides, not its address, so a zero-byte tensor is on the
-        device exactly when it was put there.
-        """
-        with self._lock:
-            return StorageWeakRef(tensor.untyped_storage()).cdata in self._placed
 
 
 def make_module(
@@ -132,7 +63,8 @@ def fake_gpu(
     Replaced and put back: `sys.modules["instanttensor"]`, `torch.cuda.current_device`,
     `torch.cuda.cudart` and `torch.cuda.mem_get_info`, READ's `device_buffer`; where
     the engine can be imported also its platform's device and what else it asks of one.
-    Whatever code is imported inside the block stays imported.
+    Whatever code is imported inside the block stays imported. LOADPLAN_TEST_GPU=real
+    in the environment replaces nothing: the real ones are recorded.
 
     Args:
         engine: The engine whose loader will run, "sglang", "tokenspeed" or "vllm".
@@ -145,6 +77,19 @@ def fake_gpu(
     Yields:
         The record.
     """
+    if os.environ.get("LOADPLAN_TEST_GPU") == "real":
+        pretended = {
+            name: value
+            for name, value, default in (
+                ("version", version, "0.2.2"),
+                ("free_memory", free_memory, DEFAULT_FREE_MEMORY),
+                ("host_register_limit", host_register_limit, None),
+            )
+            if value != default
+        }
+        with real_gpu(record, **pretended) as record:
+            yield record
+        return
     record = Record() if record is None else record
     stub = make_module(version, record=record, free_memory=free_memory)
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from . import fake_instanttensor_sizes as sizes
 
 if TYPE_CHECKING:
-    from .fake import Record
+    from .fake_records import Record
 
 # statfs(2): TMPFS_MAGIC and RAMFS_MAGIC.
 _MEMORY_FILESYSTEMS = frozenset({0x01021994, 0x858458F6})

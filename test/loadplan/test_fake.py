@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 import odd_files  # noqa: E402
 from odd_files import Case, Entry, Raises, Shard  # noqa: E402
 
-from loadplan import fake, fake_instanttensor  # noqa: E402
+from loadplan import fake, fake_instanttensor, fake_records  # noqa: E402
 from loadplan import fake_instanttensor_sizes as sizes  # noqa: E402
 
 MEMORY = Path("/dev/shm")
@@ -259,8 +259,8 @@ def test_call_is_recorded_as_it_came(good):
     with pytest.raises(ValueError, match="CUDA"):
         stub.safe_open(good[0], "pt", device="cpu")
     assert record.calls == [
-        fake.Call(before, 0, None, {"copy": True, "io_depth": 4}),
-        fake.Call((good[0],), "cpu", None, {}),
+        fake_records.Call(before, 0, None, {"copy": True, "io_depth": 4}),
+        fake_records.Call((good[0],), "cpu", None, {}),
     ]
     assert record.names == taken == ["a", "b", "c"]
 
@@ -379,8 +379,8 @@ def test_host_registration_is_recorded_and_fails_above_its_limit():
         assert int(cudart.cudaHostRegister(4096, 100, 0)) == 0
         assert int(cudart.cudaHostRegister(8192, 101, 2)) == 2
     assert record.host_registrations == [
-        fake.HostRegistration(4096, 100, 0, error=0),
-        fake.HostRegistration(8192, 101, 2, error=2),
+        fake_records.HostRegistration(4096, 100, 0, error=0),
+        fake_records.HostRegistration(8192, 101, 2, error=2),
     ]
 
 
