@@ -1,4 +1,4 @@
-"""Find engine processes that have loaded the files of a tree, as far as /proc tells."""
+"""What /proc tells: engine processes that use a tree, files that this one maps."""
 
 from __future__ import annotations
 
@@ -36,6 +36,23 @@ def engine_processes(package: str, root: Path) -> list[int]:
         if any(place in maps for place in places):
             found.append(int(folder.name))
     return sorted(found)
+
+
+def mapped_bytes(folder: str | Path) -> dict[str, int]:
+    """The mapped files below ``folder`` by name, and how many bytes are in memory.
+
+    Counted are the pages that this process has touched, not the page cache.
+    """
+    found: dict[str, int] = {}
+    name = ""
+    for line in (_PROC / "self/smaps").read_text(errors="replace").splitlines():
+        field, *rest = line.split(maxsplit=5)
+        if not field.endswith(":"):
+            path = Path(rest[-1] if len(rest) == 5 else "")
+            name = path.name if path.is_relative_to(folder) else ""
+        elif field == "Rss:" and name:
+            found[name] = found.get(name, 0) + int(rest[0]) * 1024
+    return found
 
 
 def _own_processes() -> set[int]:

@@ -23,6 +23,7 @@ from loadplan.core import (
     run_plan,
 )
 from loadplan.core.read import OpenFile, bytes_of
+from loadplan.processes import mapped_bytes
 
 CPU = torch.device("cpu")
 
@@ -57,8 +58,10 @@ def stream_officially(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-def run(plan: LoadPlan, stream=stream_officially) -> Iterator[tuple[str, torch.Tensor]]:
-    return run_plan(plan, stream_files=stream, device=CPU)
+def run(
+    plan: LoadPlan, stream=stream_officially, **options: object
+) -> Iterator[tuple[str, torch.Tensor]]:
+    return run_plan(plan, stream_files=stream, device=CPU, **options)
 
 
 @pytest.fixture
@@ -94,6 +97,42 @@ def test_host_tensors_come_last_and_carry_their_row_source(
     assert {name for name, _ in pairs[-2:]} == {"matrix", "whole"}
     carrying = {n for n, tensor in pairs if hasattr(tensor, "row_source")}
     assert carrying == {"matrix", "whole"}
+
+
+def test_copied_host_tensors_map_no_file_and_others_touch_no_page(
+    tmp_path: Path,
+) -> None:
+    """Every dtype and rank; red when using a copy, or rows, brings mapped pages in."""
+    tensors = [*ODD, ("rows", "F8_E8M0", (5, 4096))]
+    path = write_shard(tmp_path / "a.safetensors", tensors)
+    expected = official(path)
+    plan = plan_of(path, host_resident_weight_patterns=("",))
+    copied = dict(run(plan, copied=lambda name: True))
+    assert {name: raw(tensor) for name, tensor in copied.items()} == expected
+    assert mapped_bytes(tmp_path) == {}
+    pairs = dict(run(plan, copied=lambda name: name != "rows"))
+    assert {n: raw(t) for n, t in pairs.items() if n != "rows"} == {
+        name: found for name, found in expected.items() if name != "rows"
+    }
+    rows = torch.empty(5, 4096, dtype=torch.float8_e8m0fnu)
+    pairs["rows"].row_source.read_rows_into(rows, 0)
+    assert raw(rows) == expected["rows"]
+    assert mapped_bytes(tmp_path) == {"a.safetensors": 0}
+    assert raw(pairs["rows"]) == expected["rows"]
+    assert mapped_bytes(tmp_path)["a.safetensors"] > 0
+
+
+def test_copied_host_tensor_is_the_consumers_to_write(
+    shards: tuple[Path, Path],
+) -> None:
+    """Red when two loads share a copy, or a copy lacks its row source."""
+    plan = plan_of(*shards, host_resident_weight_patterns=("matrix",))
+    first = dict(run(plan, copied=lambda name: True))["matrix"]
+    first.zero_()
+    again = dict(run(plan, copied=lambda name: True))["matrix"]
+    assert raw(again) == official(*shards)["matrix"]
+    again.row_source.read_rows_into(first, 0)
+    assert raw(first) == raw(again)
 
 
 def test_row_source_outlives_the_stream_and_reads_just_its_rows(

@@ -6,7 +6,7 @@ import concurrent.futures
 import functools
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -111,6 +111,19 @@ def settle(futures: Iterable[concurrent.futures.Future[None]]) -> None:
         future.result()
 
 
+def _read_in_pool(file: OpenFile, buffer: memoryview, offset: int) -> None:
+    """``OpenFile.read_into``, in chunks by the pool if there is more than one."""
+    if len(buffer) <= _CHUNK_BYTES:
+        file.read_into(buffer, offset)
+        return
+    settle(
+        reader_pool().submit(
+            file.read_into, buffer[at : at + _CHUNK_BYTES], offset + at
+        )
+        for at in range(0, len(buffer), _CHUNK_BYTES)
+    )
+
+
 class SafetensorsRowSource:
     """Reads rows of one tensor of a file straight into memory of the caller.
 
@@ -153,16 +166,8 @@ class SafetensorsRowSource:
                 f"{self._file.path}: tensor {self._tensor.name!r} has {rows} rows, "
                 f"asked for rows {row_start} to {row_start + dst.shape[0]}"
             )
-        buffer, offset = bytes_of(dst), self._tensor.begin + row_start * self._row_bytes
-        if len(buffer) <= _CHUNK_BYTES:
-            self._file.read_into(buffer, offset)
-            return
-        settle(
-            reader_pool().submit(
-                self._file.read_into, buffer[at : at + _CHUNK_BYTES], offset + at
-            )
-            for at in range(0, len(buffer), _CHUNK_BYTES)
-        )
+        offset = self._tensor.begin + row_start * self._row_bytes
+        _read_in_pool(self._file, bytes_of(dst), offset)
 
     def drop_cached(self, row_start: int, rows: int) -> None:
         """Give back the page cache that reading these rows filled."""
@@ -181,21 +186,29 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def host_tensors(
     entries: Iterable[PlannedTensor],
+    copied: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each tensor as a CPU tensor over the file; no payload is read.
+    """Yield each tensor as a CPU tensor over the mapped file; no payload is read.
 
-    The tensor is the consumer's to write, the file never changes. One that has rows
-    carries its ``SafetensorsRowSource`` as ``row_source``, so that a weight loader can
-    read just the rows it owns.
+    One whose name is ``copied`` is read into anonymous memory instead, so that its
+    consumer touches no mapped page. Either way the tensor is the consumer's to write,
+    the file never changes. One that has rows carries its ``SafetensorsRowSource`` as
+    ``row_source``, so that a weight loader can read just the rows it owns.
+
+    Raises:
+        ShortFileError: a file ends before the last byte of a copied tensor.
     """
     file = mapped = None
     for entry in entries:
         header = entry.tensor
         if file is None or file.path != entry.file.path:
-            file = OpenFile(entry.file.path)
-            mapped = file.map()
-        raw = torch.empty(0, dtype=torch.uint8)
-        if header.nbytes:
+            file, mapped = OpenFile(entry.file.path), None
+        if not header.nbytes or copied(header.name):
+            raw = torch.empty(header.nbytes, dtype=torch.uint8, device="cpu")
+            _read_in_pool(file, bytes_of(raw), header.begin)
+        else:
+            if mapped is None:
+                mapped = file.map()
             raw = torch.frombuffer(
                 mapped, dtype=torch.uint8, count=header.nbytes, offset=header.begin
             )

@@ -31,14 +31,16 @@ def run_plan(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
     device_group: dist.ProcessGroup | None = None,
+    copied: Callable[[str], bool] = lambda name: False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(name, tensor)`` for every wanted tensor of ``plan``.
 
     ``stream_files`` is the engine's InstantTensor iterator over whole files, called
-    once and only with files; READ tensors go to ``device``. A READ or HOST tensor that
-    fails on a rank of ``group`` raises on all of them when they have read everything.
-    ``device_group`` holds the same ranks for tensors on ``device``: with it they read
-    each byte of READ once between them, if there is much.
+    once and only with files; READ tensors go to ``device``. HOST tensors map their
+    file, except those whose name is ``copied``: they are read into anonymous memory. A
+    READ or HOST tensor that fails on a rank of ``group`` raises on all of them when
+    they have read everything. ``device_group`` holds the same ranks for tensors on
+    ``device``: with it they read each byte of READ once between them, if there is much.
 
     Raises:
         LoadPlanError: a tensor arrived twice or not at all, or another rank failed.
@@ -71,7 +73,7 @@ def run_plan(
             arrived(name)
             yield name, tensor
         try:
-            for name, tensor in _read(plan, device, device_group):
+            for name, tensor in _read(plan, device, device_group, copied):
                 arrived(name)
                 yield name, tensor
         except Exception as error:
@@ -103,7 +105,10 @@ def _streamed(
 
 
 def _read(
-    plan: LoadPlan, device: torch.device, group: dist.ProcessGroup | None
+    plan: LoadPlan,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    copied: Callable[[str], bool],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     fill = fill_spans
     if (
@@ -114,4 +119,4 @@ def _read(
         fill = functools.partial(fill_together, group=group)
     yield from read_tensors(plan.of(Route.READ), device, fill)
     # Last, so that two streams of requests never compete for the disk.
-    yield from host_tensors(plan.of(Route.HOST))
+    yield from host_tensors(plan.of(Route.HOST), copied)

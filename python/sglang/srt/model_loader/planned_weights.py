@@ -39,7 +39,7 @@ from sglang.srt.model_loader.loadplan import (
     small_io_depth,
 )
 from sglang.srt.platforms import current_platform
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_model, get_parallel
 from sglang.srt.utils import get_bool_env_var
 
 if TYPE_CHECKING:
@@ -52,6 +52,9 @@ logger = logging.getLogger(__name__)
 
 # What the plan decides itself; InstantTensor takes everything else as it is given.
 _RESERVED_OPTIONS = ("copy", "process_group", "tensor_filter")
+
+# Wherever these live, their weight loader reads rows and never touches the tensor.
+_ENGRAM_TABLES = (".engram.embed.weight", ".engram.embed.scale")
 
 
 def planned_weights_iterator(
@@ -109,6 +112,7 @@ def planned_weights_iterator(
         device=_device(),
         group=group,
         device_group=None if ranks is None else ranks.device_group,
+        copied=_is_copied,
     )
 
 
@@ -142,16 +146,18 @@ def plan_weights(
     )
 
 
+def _is_copied(name: str) -> bool:
+    """Whether a weight that stays on the host must not be used through a memory map."""
+    return get_model().weight_loader_disable_mmap and not name.endswith(_ENGRAM_TABLES)
+
+
 def _check_engram_tables(plan: LoadPlan) -> None:
+    if engram_host_resident_patterns() is None:
+        return
     # The tables themselves: an adapter's weights for them do go to the device.
-    tables = tuple(
-        pattern + part
-        for pattern in engram_host_resident_patterns() or ()
-        for part in ("weight", "scale")
-    )
     for entry in plan.entries:
         on_device = entry.route in (Route.READ, Route.STREAM)
-        if on_device and entry.tensor.name.endswith(tables):
+        if on_device and entry.tensor.name.endswith(_ENGRAM_TABLES):
             raise LoadPlanError(
                 f"{entry.file.path}: tensor {entry.tensor.name!r} is planned for the "
                 "device, but the Engram tables are placed on the host; the model must "

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from loadplan.fake import Record, fake_gpu
+from loadplan.processes import mapped_bytes
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_executor.model_runner_components.weight_updater import (
     WeightUpdater,
@@ -36,6 +37,7 @@ TABLE = "layers.1.engram.embed.weight"
 SCALE = "layers.1.engram.embed.scale"
 DENSE = "layers.0.attn.wq_a.weight"
 GATE = "layers.1.engram.wkv.weight"
+DENSE_SCALE = "layers.0.attn.wq_a.scale"
 PATTERNS = (".engram.embed.",)
 
 
@@ -53,6 +55,7 @@ def checkpoint_tensors():
         GATE: random_bytes((8, 64), torch.bfloat16, seed=3),
         DENSE: random_bytes((16, 16), torch.float8_e4m3fn, seed=4),
         "norm.weight": random_bytes((16,), torch.bfloat16, seed=5),
+        DENSE_SCALE: random_bytes((4, 4), torch.float8_e8m0fnu, seed=9),
     }
 
 
@@ -161,6 +164,25 @@ class TestHostResidentWeights(LoaderCase):
         self.assertIsNotNone(source)
         source.read_rows_into(rows, 7)
         self.assertEqual(raw(rows), raw(checkpoint_tensors()[TABLE][7:10]))
+
+    @pytest.mark.feature
+    def test_without_mmap_only_tables_are_mapped_and_no_page_is_touched(self):
+        # An unaware weight loader uses the whole tensor, Engram's only the row source;
+        # red when the first brings mapped pages in, or the second costs a copy.
+        unaware = [GATE, DENSE, DENSE_SCALE]
+        expected = self.write(a=unaware, b=[TABLE, SCALE], c=["norm.weight"])
+        model = Declaring((".engram.", ".wq_a."))
+        with get_context().override_server_args(weight_loader_disable_mmap=True):
+            load = self.load(model)
+        self.assertEqual(load.on_device, {"norm.weight"})
+        weights = dict(load.pairs)
+        for name in [*unaware, "norm.weight"]:
+            self.assertEqual(raw(weights[name]), expected[name])
+        for name in (TABLE, SCALE):
+            rows = torch.empty_like(weights[name])
+            weights[name].row_source.read_rows_into(rows, 0)
+            self.assertEqual(raw(rows), expected[name])
+        self.assertEqual(mapped_bytes(self.folder), {"b.safetensors": 0})
 
     @pytest.mark.feature
     def test_instanttensor_is_not_called_without_device_weights(self):
