@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Dict, Optional, Tuple
 
 import torch
@@ -11,6 +12,9 @@ import torch
 from sglang.srt.model_loader.loadplan import SafetensorsRowSource, together
 
 _Read = Tuple[SafetensorsRowSource, int, int, Optional[Exception]]
+
+# For rows on their way to a device. Weight loaders run in threads: two tables have four.
+_BUFFER_BYTES = 32 << 20
 
 
 class RowReads:
@@ -29,15 +33,13 @@ class RowReads:
     def read(
         self, target: torch.Tensor, loaded_weight: torch.Tensor, row_start: int
     ) -> bool:
-        """Fill `target`; False where only a copy of the weight will do."""
+        """Fill `target` with rows of the file; False if the weight has no row source."""
         source = getattr(loaded_weight, "row_source", None)
-        if source is None or target.device.type != "cpu":
+        if source is None:
             return False
-        if target.dtype != source.dtype:
-            return False  # A copy converts.
         error = None
         try:
-            source.read_rows_into(target, row_start)
+            _fill(target, source, row_start)
         except Exception as e:
             error = e
         self._reads[target.data_ptr()] = (source, row_start, target.shape[0], error)
@@ -60,3 +62,22 @@ class RowReads:
         # Cached checkpoint pages would keep huge pages from the table.
         for source, row_start, rows, _ in reads:
             source.drop_cached(row_start, rows)
+
+
+def _fill(target: torch.Tensor, source: SafetensorsRowSource, row_start: int) -> None:
+    if target.device.type == "cpu" and target.dtype == source.dtype:
+        source.read_rows_into(target, row_start)
+        return
+    # Through a buffer, not through `loaded_weight`: that maps the file.
+    row_bytes = source.dtype.itemsize * math.prod(target.shape[1:])
+    step = max(1, _BUFFER_BYTES // max(1, row_bytes))
+    buffer = torch.empty(
+        (min(step, target.shape[0]), *target.shape[1:]),
+        dtype=source.dtype,
+        device="cpu",
+    )
+    for part in target.split(step):
+        rows = buffer[: part.shape[0]]
+        source.read_rows_into(rows, row_start)
+        part.copy_(rows)
+        row_start += part.shape[0]
