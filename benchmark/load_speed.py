@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from loadplan.core import Route, make_plan, read_headers, run_plan
+from loadplan.core import LoadPlan, Route, make_plan, read_headers, run_plan
 from loadplan.core.plan import PlannedTensor
 from loadplan.core.read import OpenFile, bytes_of, reader_pool
 from loadplan.core.spans import read_tensors
@@ -257,6 +257,9 @@ def whole(folder: Path, memory: dict[str, torch.Tensor], runs: int) -> None:
     headers = read_headers(files)
     nbytes = sum(header.payload_bytes for header in headers)
     plan = make_plan(headers, host_resident_weight_patterns=(".engram.",))
+    reading = make_plan(
+        headers, host_resident_weight_patterns=(".engram.",), stream=False
+    )
 
     def take(name: str, tensor: torch.Tensor, total: torch.Tensor) -> None:
         if name not in memory:
@@ -266,7 +269,7 @@ def whole(folder: Path, memory: dict[str, torch.Tensor], runs: int) -> None:
         else:
             memory[name].copy_(tensor)
 
-    def planned() -> int:
+    def planned(plan: LoadPlan) -> int:
         total = torch.zeros((), dtype=torch.int64, device=DEVICE)
         for name, tensor in run_plan(
             plan,
@@ -296,7 +299,11 @@ def whole(folder: Path, memory: dict[str, torch.Tensor], runs: int) -> None:
     best = measure(
         folder,
         nbytes,
-        {"safetensors with a memory map, 8 threads": default, ours: planned},
+        {
+            "safetensors with a memory map, 8 threads": default,
+            "loadplan, LOADPLAN_STREAM_READER=read": lambda: planned(reading),
+            ours: lambda: planned(plan),
+        },
         runs,
     )
     ratios(best, ours)
