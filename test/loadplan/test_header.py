@@ -170,3 +170,12 @@ def test_index_that_is_none_is_refused_by_name(tmp_path: Path, text: str) -> Non
 def test_content_is_told_apart_by_position() -> None:
     """The fixture itself: a read shifted by one byte must show."""
     assert content(600)[1:] != content(599)
+
+
+def test_file_larger_than_the_memory_is_read(tmp_path: Path) -> None:
+    """8 TiB, sparse; red when reading a header maps the file so that it needs room."""
+    path = write_shard(
+        tmp_path / "a.safetensors", [("a", "U8", (1 << 43,))], payload=b""
+    )
+    os.truncate(path, path.stat().st_size + (1 << 43))
+    assert read_header(str(path)).tensors[0].nbytes == 1 << 43

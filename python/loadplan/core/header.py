@@ -154,7 +154,7 @@ def read_header(path: str) -> FileHeader:
             "replace it or remove it from the checkpoint"
         )
     try:
-        with safe_open(path, framework="pt") as opened:
+        with safe_open(path, framework="np") as opened:
             metadata = opened.metadata()
             entries = []
             for name in opened.offset_keys():
