@@ -12,6 +12,7 @@ from pathlib import Path
 import tomllib
 
 from .errors import EngineError
+from .suggest import did_you_mean
 
 _PACKAGE = Path(__file__).parent
 
@@ -136,7 +137,10 @@ def find_target(name: str) -> Target:
     """
     targets = load_targets()
     if name not in targets:
-        raise EngineError(f"no patches for engine {name!r}, known: {sorted(targets)}")
+        raise EngineError(
+            f"no patches for engine {name!r}, known: {sorted(targets)}"
+            f"{did_you_mean(name, targets)}"
+        )
     return targets[name]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from loadplan import cli
+from loadplan.commands import common
 
 ROOT = Path(__file__).parents[2]
 ENGINE = ROOT / "build" / "engines" / "sglang"
@@ -153,15 +154,75 @@ def test_wrong_command_line_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -
     assert "no size, expected one like 24G" in capsys.readouterr().err
 
 
-def test_every_command_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+OPTIONS = {
+    "": "--version",
+    "apply": "--target",
+    "revert": "--target",
+    "status": "--json --target",
+    "load": "--engine --engine-dir --engram-config --json",
+    "synth": "--engram-fraction --mixed-engram --no-draft --no-index --seed --shards "
+    "--size",
+    "export": "--out",
+}
+
+
+def test_options_are_these() -> None:
+    """Red when one comes or goes; change the table and the docs with it."""
+    parser, commands = cli.make_parser()
+    found = {"": cli.options(parser)}
+    found |= {name: cli.options(command) for name, command in commands.items()}
+    assert found == {
+        name: {*options.split(), "-h", "--help"} for name, options in OPTIONS.items()
+    }
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_help_shows_an_example(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Red when --help stops teaching."""
-    for command in ("apply", "revert", "status", "synth", "load"):
-        with pytest.raises(SystemExit):
-            cli.main([command, "--help"])
-        assert f"Example:\n  loadplan {command}" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([*command.split(), "--help"])
+    assert exit_.value.code == 0
+    assert f"Example:\n  loadplan {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("laod x", "no command 'laod'"),
+        ("aply sglang", "did you mean 'apply'?"),
+        ("serve", "no command 'serve', known: apply, "),
+        ("load x --jsn", "no option '--jsn'; did you mean '--json'?"),
+        ("synth x --shard 4", "did you mean '--shards'?"),
+        ("--versoin", "did you mean '--version'?"),
+    ],
+)
+def test_unknown_word_gets_a_suggestion(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when a slip of the finger leaves a user alone, or is taken for an option."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(words.split())
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_engine_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    """Red when a user must read a list to find a swapped letter."""
+    assert cli.main(["apply", "sglnag"]) == 1
+    assert "; did you mean 'sglang'?" in capsys.readouterr().err
+
+
+def test_words_after_two_dashes_are_no_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when a folder that is named like an option cannot be given."""
+    assert cli.main(["load", "--", "--jsn"]) == 1
+    assert "--jsn: no config.json" in capsys.readouterr().err
 
 
 def test_sizes_are_read_in_binary_units() -> None:
     """Red when 1G is a thousand millions."""
-    sizes = [cli._size(text) for text in ("8", "1K", "1.5M", "24g", "1GiB", "2TB")]
+    sizes = [common.size(text) for text in ("8", "1K", "1.5M", "24g", "1GiB", "2TB")]
     assert sizes == [8, 1 << 10, 3 << 19, 24 << 30, 1 << 30, 2 << 40]

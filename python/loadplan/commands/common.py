@@ -1,0 +1,111 @@
+"""What several commands share: arguments, sizes, where an engine lies."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import engines, units
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+DEFAULT_ENGRAM = '{"placement": "cpu"}'
+
+
+def add_command(
+    commands: Any, name: str, *, summary: str, text: str, example: str
+) -> argparse.ArgumentParser:
+    """Add a command whose help ends with an example, one command a line."""
+    shown = "\n".join(f"  {line}" for line in example.splitlines())
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=f"{text}\n\nExample:\n{shown}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def add_json(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="for machines")
+
+
+def add_engine(command: argparse.ArgumentParser) -> None:
+    command.add_argument("engine", help=f"one of {sorted(engines.load_targets())}")
+
+
+def add_target(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--target",
+        type=Path,
+        metavar="DIR",
+        help="an unpacked wheel, a site-packages folder or a source checkout "
+        "(default: the engine of this Python's environment)",
+    )
+
+
+def add_engram_config(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--engram-config",
+        default=DEFAULT_ENGRAM,
+        metavar="JSON",
+        help=f"as for the server (default: {DEFAULT_ENGRAM})",
+    )
+
+
+def size(text: str) -> int:
+    """Bytes of a size like ``24G``, as an argument."""
+    try:
+        return units.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def count(text: str) -> int:
+    """A number of things, at least one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number, expected 1 or more")
+    return int(text)
+
+
+def locate(engine: str, folder: Path | None) -> tuple[engines.Target, Path]:
+    """The engine and its folder: in ``folder``, else in this Python's environment."""
+    target = engines.find_target(engine)
+    if folder is not None:
+        return target, engines.find_root(target, folder)
+    root = engines.environment_root(target)
+    imported = engines.importable_root(target)
+    if imported is not None and imported.resolve() != root.resolve():
+        print(
+            f"NOTE {target.name} is installed in {root}, but from here Python "
+            f"would import {imported}",
+            file=sys.stderr,
+        )
+    return target, root
+
+
+def progress_bar() -> Progress:
+    """A bar of bytes on stderr, silent where that is no terminal."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )

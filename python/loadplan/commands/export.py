@@ -1,0 +1,52 @@
+"""``loadplan export``: the patches as mails for upstream."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from .. import engines
+from . import common
+
+
+def add(commands: Any) -> None:
+    summary = "write the patches as mails that upstream's git am takes"
+    command = common.add_command(
+        commands,
+        "export",
+        summary=summary,
+        text=f"{summary.capitalize()}.\n\nEach is one commit with its glue, core "
+        "modules, tests and docs page.",
+        example="loadplan export sglang --out build/upstream\n"
+        "cd sglang && git am .../build/upstream/*.patch",
+    )
+    common.add_engine(command)
+    command.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="a folder that is empty or absent",
+    )
+    command.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from .. import export
+
+    target = engines.find_target(arguments.engine)
+    commits = export.write_export(target, arguments.out)
+    print(f"Added production lines, for {target.name} {target.version}:")
+    print(f"  {'hunks':>5} {'glue':>5} {'core':>5}")
+    for commit in commits:
+        lines = commit.lines
+        print(f"  {lines.hunks:5} {lines.glue:5} {lines.core:5}  {commit.name}")
+    heart = [commit for commit in commits if commit.name in target.limits.heart]
+    total = sum(commit.lines.hunks + commit.lines.glue for commit in heart)
+    print(
+        f"{' and '.join(commit.name for commit in heart)}: {total} lines of hunks and "
+        f"glue, below {target.limits.heart_lines}"
+    )
+    print(f"{arguments.out}: {len(commits)} mails; 'git am {arguments.out}/*.patch'")
+    return 0

@@ -1,0 +1,88 @@
+"""``loadplan apply``, ``revert`` and ``status``: an engine's files and patches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from .. import engines, patching, processes
+from . import common
+
+
+def add(commands: Any) -> None:
+    for name, run, summary in (
+        ("apply", _apply, "patch an engine, whole or not at all"),
+        ("revert", _revert, "take the patches back, byte for byte"),
+        ("status", _status, "say which files are pristine, patched or unknown"),
+    ):
+        command = common.add_command(
+            commands,
+            name,
+            summary=summary,
+            text=f"{summary.capitalize()}.",
+            example=f"loadplan {name} sglang\n"
+            f"loadplan {name} sglang --target build/engines/sglang/patched",
+        )
+        common.add_engine(command)
+        common.add_target(command)
+        if name == "status":
+            common.add_json(command)
+        command.set_defaults(run=run)
+
+
+def _apply(arguments: argparse.Namespace) -> int:
+    target, root = common.locate(arguments.engine, arguments.target)
+    engines.check_version(target, root)
+    changed = _changed(patching.apply(target, root), "was patched already")
+    print(f"{target.name} {target.version} in {root}: patched, {changed}")
+    _mention_processes(target, root)
+    print(f"Next: {target.serve}")
+    print(f"'loadplan revert {target.name}' takes it back.")
+    return 0
+
+
+def _revert(arguments: argparse.Namespace) -> int:
+    target, root = common.locate(arguments.engine, arguments.target)
+    engines.check_version(target, root)
+    changed = _changed(patching.revert(target, root), "was pristine already")
+    print(f"{target.name} {target.version} in {root}: pristine, {changed}")
+    _mention_processes(target, root)
+    return 0
+
+
+def _changed(edits: list[patching.Edit], otherwise: str) -> str:
+    """How many files of the engine changed; receipts and RECORD go without saying."""
+    count = sum(edit.path.endswith(".py") for edit in edits)
+    return f"{count} files changed" if count else otherwise
+
+
+def _mention_processes(target: engines.Target, root: Path) -> None:
+    running = processes.engine_processes(target.package, root)
+    if running:
+        print(
+            f"NOTE {target.name} is running (process {', '.join(map(str, running))}); "
+            "it keeps the code that it has loaded until it is restarted"
+        )
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    target, root = common.locate(arguments.engine, arguments.target)
+    status = patching.status(target, root)
+    running = processes.engine_processes(target.package, root)
+    if arguments.json:
+        report = {"engine": target.name, "version": target.version, "root": str(root)}
+        report |= {"state": status.state, "advice": status.advice}
+        report["files"] = {path: s.name.lower() for path, s in status.files.items()}
+        report |= {"leftovers": list(status.leftovers), "processes": running}
+        print(json.dumps(report, indent=2))
+    else:
+        print(f"{target.name} {target.version} in {root}: {status.state}")
+        for path, state in status.files.items():
+            print(f"  {state.name.lower():9} {path}")
+        for path in status.leftovers:
+            print(f"  leftover  {path}")
+        print(status.advice)
+        _mention_processes(target, root)
+    return 0

@@ -1,0 +1,62 @@
+"""``loadplan synth``: a checkpoint in the shape of DeepSeek-V4.1."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ..units import gib
+from . import common
+
+
+def add(commands: Any) -> None:
+    command = common.add_command(
+        commands,
+        "synth",
+        summary="make a checkpoint in the shape of DeepSeek-V4.1",
+        text="Make a checkpoint in the shape of DeepSeek-V4.1: its names, dtypes and "
+        "files.\n\nEvery byte follows from --seed, so that a load can be checked "
+        "without it.",
+        example="loadplan synth /data/v41 --size 24G --mixed-engram",
+    )
+    command.add_argument("out", type=Path, help="a folder that is empty or absent")
+    command.add_argument(
+        "--size", type=common.size, default="64M", help="bytes, like 64M"
+    )
+    command.add_argument("--engram-fraction", type=float, metavar="F", default=0.4)
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--shards", type=int, help="how many files")
+    command.add_argument(
+        "--mixed-engram",
+        action="store_true",
+        help="put the Engram tables into files that hold other tensors too",
+    )
+    command.add_argument("--no-index", action="store_true")
+    command.add_argument("--no-draft", action="store_true")
+    command.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from .. import synth
+
+    options = synth.SynthOptions(
+        size=arguments.size,
+        engram_fraction=arguments.engram_fraction,
+        seed=arguments.seed,
+        mixed_engram=arguments.mixed_engram,
+        index=not arguments.no_index,
+        draft=not arguments.no_draft,
+        shards=arguments.shards,
+    )
+    shards = synth.layout(options)
+    total = sum(shard.nbytes for shard in shards)
+    with common.progress_bar() as progress:
+        task = progress.add_task("Writing", total=total)
+        synth.synthesize(
+            arguments.out,
+            options,
+            progress=lambda nbytes: progress.advance(task, nbytes),
+        )
+    print(f"{arguments.out}: {len(shards)} shards, {gib(total)}, seed {options.seed}")
+    return 0
