@@ -159,6 +159,8 @@ OPTIONS = {
     "apply": "--target",
     "revert": "--target",
     "status": "--json --target",
+    "inspect": "--draft --engram-config --gpu-memory --host-memory --json --nodes "
+    "--plot --tp",
     "load": "--engine --engine-dir --engram-config --json",
     "synth": "--engram-fraction --mixed-engram --no-draft --no-index --seed --shards "
     "--size",
@@ -190,12 +192,15 @@ def test_every_help_shows_an_example(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("laod x", "no command 'laod'"),
-        ("aply sglang", "did you mean 'apply'?"),
+        ("inspekt x", "no command 'inspekt'"),
+        ("inspekt x", "did you mean 'inspect'?"),
+        ("appplly sglang", "did you mean 'apply'?"),
         ("serve", "no command 'serve', known: apply, "),
-        ("load x --jsn", "no option '--jsn'; did you mean '--json'?"),
+        ("inspect x --jsn", "no option '--jsn'; did you mean '--json'?"),
+        ("inspect x --gpu-mem=96G", "did you mean '--gpu-memory'?"),
         ("synth x --shard 4", "did you mean '--shards'?"),
         ("--versoin", "did you mean '--version'?"),
+        ("inspect x --draft dsprak", "choose from"),
     ],
 )
 def test_unknown_word_gets_a_suggestion(
@@ -218,8 +223,8 @@ def test_words_after_two_dashes_are_no_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Red when a folder that is named like an option cannot be given."""
-    assert cli.main(["load", "--", "--jsn"]) == 1
-    assert "--jsn: no config.json" in capsys.readouterr().err
+    assert cli.main(["inspect", "--", "--jsn"]) == 1
+    assert "--jsn: no such folder or file" in capsys.readouterr().err
 
 
 def test_sizes_are_read_in_binary_units() -> None:

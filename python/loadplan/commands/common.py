@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .. import engines, units
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
 DEFAULT_ENGRAM = '{"placement": "cpu"}'
@@ -56,6 +57,30 @@ def add_engram_config(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_machine(command: argparse.ArgumentParser) -> None:
+    """What a checkpoint is loaded on, and which parts of it."""
+    command.add_argument(
+        "--tp",
+        type=count,
+        default=1,
+        metavar="N",
+        help="GPUs that share the model (default: 1)",
+    )
+    command.add_argument(
+        "--nodes",
+        type=count,
+        default=1,
+        metavar="N",
+        help="hosts that these GPUs are in (default: 1)",
+    )
+    add_engram_config(command)
+    command.add_argument(
+        "--draft",
+        choices=("dspark", "mtp"),
+        help="load the checkpoint's own draft too",
+    )
+
+
 def size(text: str) -> int:
     """Bytes of a size like ``24G``, as an argument."""
     try:
@@ -69,6 +94,18 @@ def count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number, expected 1 or more")
     return int(text)
+
+
+def shown(text: str) -> str:
+    """``text`` of a file we did not write, without what a terminal would obey."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def console() -> Console:
+    """Where results go: words as they are, no colour where that is no terminal."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def locate(engine: str, folder: Path | None) -> tuple[engines.Target, Path]:
