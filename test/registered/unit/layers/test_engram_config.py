@@ -67,6 +67,7 @@ class _FakeGroup:
     """A TP group whose ranks live in this process and build in rank order."""
 
     broadcast: object = None
+    cpu_group = None  # What ranks exchange, one that builds before them cannot.
 
     def __init__(self, parallel: runtime_context.ParallelContext):
         self.rank_in_group = parallel.tp_rank
