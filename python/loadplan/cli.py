@@ -10,7 +10,7 @@ import argparse
 import itertools
 import sys
 
-from .commands import export, inspect, load, patch, synth
+from .commands import doctor, export, inspect, load, patch, synth
 from .suggest import did_you_mean
 
 _DESCRIPTION = """\
@@ -24,7 +24,7 @@ Example:
 """
 
 # In the order of --help.
-_COMMANDS = (patch, inspect, load, synth, export)
+_COMMANDS = (patch, inspect, doctor, load, synth, export)
 
 
 def main(argv: list[str] | None = None) -> int:

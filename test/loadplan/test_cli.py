@@ -161,6 +161,7 @@ OPTIONS = {
     "status": "--json --target",
     "inspect": "--draft --engram-config --gpu-memory --host-memory --json --nodes "
     "--plot --tp",
+    "doctor": "--draft --engram-config --json --nodes --pin --tp",
     "load": "--engine --engine-dir --engram-config --json",
     "synth": "--engram-fraction --mixed-engram --no-draft --no-index --seed --shards "
     "--size",
