@@ -8,13 +8,11 @@ safetensors for any other.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
 import importlib
 import os
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,12 +24,8 @@ from safetensors import safe_open
 
 from . import synth
 from .core import LoadPlan, LoadPlanError, PlannedTensor, Route, TensorHeader
-
-# Bytes that wait for their digest at most: they are host memory.
-_PENDING_BYTES = 1 << 30
-
-# Every digest is over pieces of this size, so that a table is never held twice.
-_PIECE = 16 << 20
+from .digests import PIECE, Digests
+from .peaks import Peaks, Watch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,57 +39,58 @@ class RouteReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class DefaultReport:
+    """The same load through the engine's default loader, tensors to the GPU included.
+
+    ``same`` tells whether every byte is the same.
+    """
+
+    seconds: float
+    peaks: Peaks
+    same: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class LoadReport:
     """The result of a load. ``stock_device_bytes`` is what whole files would put there.
 
-    ``digest`` is over every tensor that arrived, ``wrong`` names those whose bytes
-    differ from ``reference``, those missing, those that nobody expected, and files of a
-    synthetic checkpoint whose header or text is not what was written.
+    ``loading_seconds`` is the time until the last tensor had arrived, without checking;
+    ``seconds`` is with it. ``table_bytes`` were in host memory before. ``digest`` is
+    over every tensor that arrived, ``wrong`` names those whose bytes differ from
+    ``reference``, those missing, those that nobody expected, and files of a synthetic
+    checkpoint whose header or text is not what was written.
     """
 
     engine: str
     reader: str
     routes: dict[str, RouteReport]
     stock_device_bytes: int
+    table_bytes: int
+    loading_seconds: float
     seconds: float
+    peaks: Peaks
+    default: DefaultReport | None
     digest: str
     reference: str
     wrong: tuple[str, ...]
 
 
-class Digests:
-    """SHA-256 of tensors by name, computed in the background with bounded memory."""
+class Steps(Protocol):
+    """Told how far a load is."""
 
-    def __init__(self) -> None:
-        self._pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-        self._room = threading.Condition()
-        self._pending = 0
-        self._futures: dict[str, concurrent.futures.Future[str]] = {}
+    def begin(self, phase: str, nbytes: int) -> None:
+        """A phase begins, or goes on, that moves ``nbytes`` in all."""
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Hash ``tensor`` (on the CPU, unchanged until then)."""
-        nbytes = tensor.nbytes
-        with self._room:
-            self._room.wait_for(lambda: self._pending < _PENDING_BYTES)
-            self._pending += nbytes
-        self._futures[name] = self._pool.submit(self._hash, tensor)
+    def done(self, nbytes: int) -> None:
+        """So much of the phase is done."""
 
-    def result(self) -> dict[str, str]:
-        digests = {name: future.result() for name, future in self._futures.items()}
-        self._pool.shutdown()
-        return digests
 
-    def _hash(self, tensor: torch.Tensor) -> str:
-        try:
-            digest = _start_digest(str(tensor.dtype), tuple(tensor.shape))
-            raw = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-            for begin in range(0, len(raw), _PIECE):
-                digest.update(raw[begin : begin + _PIECE])
-            return digest.hexdigest()
-        finally:
-            with self._room:
-                self._pending -= tensor.nbytes
-                self._room.notify_all()
+class _NoSteps:
+    def begin(self, phase: str, nbytes: int) -> None:
+        pass
+
+    def done(self, nbytes: int) -> None:
+        pass
 
 
 class Host(Protocol):
@@ -111,6 +106,9 @@ class Host(Protocol):
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The engine's own iterator over the checkpoint."""
+
+    def default_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same of its default load format."""
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
         """Load ``tensor`` into a table, if it is one; the engine's loader does it."""
@@ -155,94 +153,179 @@ def run_load(
     checkpoint: Path,
     *,
     reader: str,
-    arrived: Callable[[int], None] = lambda nbytes: None,
+    compare: bool = False,
+    steps: Steps | None = None,
 ) -> LoadReport:
     """Load ``checkpoint`` through ``engine`` and compare every byte.
+
+    Nothing goes on when it ends, however it ends.
 
     Args:
         engine: An open engine.
         plan: Its plan for the checkpoint.
         checkpoint: The folder.
         reader: What stands behind InstantTensor, for the report.
-        arrived: Called with the bytes of each tensor when it has arrived.
+        compare: Load with the default loader too; each load then begins without the
+            checkpoint in the page cache.
+        steps: Is told how far it is.
     """
+    steps = steps or _NoSteps()
     wanted = {entry.tensor.name: entry for entry in wanted_entries(plan)}
-    seconds = {route.value: 0.0 for route in Route}
-    digests = Digests()
-    weights = engine.weights()
+    totals = {route.value: total for route, total in plan.totals().items()}
+    nbytes = sum(entry.tensor.nbytes for entry in wanted.values())
+
+    def route_of(name: str) -> str:
+        return wanted[name].route.value
+
+    def phase_of(name: str) -> tuple[str, int]:
+        return route_of(name).upper(), totals[route_of(name)].nbytes
+
+    if compare:
+        _drop_cached(plan)
     started = time.perf_counter()
-    while True:
-        before = time.perf_counter()
-        name, tensor = next(weights, (None, None))
-        if name is None:
-            break
-        is_table = engine.take(name, tensor)
-        if tensor.is_cuda:
-            torch.cuda.synchronize()
-        entry = wanted[name]
-        seconds[entry.route.value] += time.perf_counter() - before
-        if not is_table:
-            digests.add(name, tensor.cpu())
-        arrived(entry.tensor.nbytes)
-    total_seconds = time.perf_counter() - started
-    for name, table in engine.finish().items():
-        digests.add(name, table.cpu())
-    found = digests.result()
-    expected, reference = _expected_digests(checkpoint, plan)
+    arrival = _take_all(engine, engine.weights(), steps=steps, phase_of=phase_of)
+    seconds = time.perf_counter() - started
+    digests = arrival.digests
+    steps.begin("checking", nbytes)
+    expected, reference = _expected_digests(checkpoint, plan, steps)
     wrong = sorted(
         name
-        for name in found.keys() | expected.keys()
-        if found.get(name) != expected.get(name)
+        for name in digests.keys() | expected.keys()
+        if digests.get(name) != expected.get(name)
     )
     options = synth.read_options(checkpoint)
     if options is not None:
         wrong += synth.damaged_files(checkpoint, options)
+    default = None
+    if compare:
+        _drop_cached(plan)
+        phase = ("default loader", nbytes)
+        other = _take_all(
+            engine, engine.default_weights(), steps=steps, phase_of=lambda name: phase
+        )
+        default = DefaultReport(
+            seconds=sum(other.seconds.values()),
+            peaks=other.peaks,
+            same=other.digests == digests,
+        )
     whole = hashlib.sha256()
-    for name in sorted(found):
-        whole.update(f"{name}\0{found[name]}\n".encode())
+    for name in sorted(digests):
+        whole.update(f"{name}\0{digests[name]}\n".encode())
+    route_seconds = dict.fromkeys(totals, 0.0)
+    for name, taken in arrival.seconds.items():
+        route_seconds[route_of(name)] += taken
     return LoadReport(
         engine=engine.name,
         reader=reader,
         routes={
-            route.value: RouteReport(
+            route: RouteReport(
                 files=total.files,
                 tensors=total.tensors,
                 nbytes=total.nbytes,
-                seconds=seconds[route.value],
+                seconds=route_seconds[route],
             )
-            for route, total in plan.totals().items()
+            for route, total in totals.items()
         },
         stock_device_bytes=sum(entry.tensor.nbytes for entry in plan.entries),
-        seconds=total_seconds,
+        table_bytes=arrival.table_bytes,
+        loading_seconds=sum(arrival.seconds.values()),
+        seconds=seconds,
+        peaks=arrival.peaks,
+        default=default,
         digest=whole.hexdigest(),
         reference=reference,
         wrong=tuple(wrong),
     )
 
 
-def _expected_digests(checkpoint: Path, plan: LoadPlan) -> tuple[dict[str, str], str]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Arrival:
+    """What one pass over the weights brought: digests and seconds by name."""
+
+    digests: dict[str, str]
+    seconds: dict[str, float]
+    peaks: Peaks
+    table_bytes: int
+
+
+def _take_all(
+    engine: Host,
+    weights: Iterator[tuple[str, torch.Tensor]],
+    *,
+    steps: Steps,
+    phase_of: Callable[[str], tuple[str, int]],
+) -> _Arrival:
+    """Take every weight to where it lives, and hash it there."""
+    seconds: dict[str, float] = {}
+    phase = None
+    with Digests() as digests, contextlib.closing(_each(weights)) as weights:
+        with Watch(besides=lambda: digests.pending) as watch:
+            while True:
+                before = time.perf_counter()
+                name, tensor = next(weights, (None, None))
+                if name is None:
+                    break
+                is_table = engine.take(name, tensor)
+                if not is_table and torch.cuda.is_available():
+                    tensor = tensor.cuda()
+                    torch.cuda.synchronize()
+                seconds[name] = time.perf_counter() - before
+                if phase != phase_of(name):
+                    phase = phase_of(name)
+                    steps.begin(*phase)
+                steps.done(tensor.nbytes)
+                if not is_table:
+                    digests.add(name, tensor.cpu())
+        tables = engine.finish()
+        for name, table in tables.items():
+            digests.add(name, table.cpu())
+        return _Arrival(
+            digests=digests.result(),
+            seconds=seconds,
+            peaks=watch.peaks(),
+            table_bytes=sum(table.nbytes for table in tables.values()),
+        )
+
+
+def _each(weights: Iterator[Any]) -> Iterator[Any]:
+    """Closing this closes ``weights`` too, where they can be closed."""
+    yield from weights
+
+
+def _drop_cached(plan: LoadPlan) -> None:
+    """Let the files go from the page cache, as far as nothing maps them."""
+    for path in {entry.file.path for entry in plan.entries}:
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _expected_digests(
+    checkpoint: Path, plan: LoadPlan, steps: Steps
+) -> tuple[dict[str, str], str]:
     """What each tensor's digest must be, and where that knowledge comes from."""
+    sizes = {entry.tensor.name: entry.tensor.nbytes for entry in plan.entries}
     options = synth.read_options(checkpoint)
-    if options is None:
-        return _official_digests(plan), "official safetensors"
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        specs = [spec for shard in synth.layout(options) for spec in shard.tensors]
-        digests = pool.map(lambda spec: _synth_digest(options.seed, spec), specs)
-        expected = dict(zip((spec.name for spec in specs), digests, strict=True))
-    return expected, f"the seed {options.seed} of the synthetic checkpoint"
+    reference = "official safetensors"
+    with Digests() as digests:
+        if options is None:
+            _add_official(digests, plan)
+        else:
+            reference = f"the seed {options.seed} of the synthetic checkpoint"
+            for shard in synth.layout(options):
+                for spec in shard.tensors:
+                    dtype = str(synth.torch_dtype(spec.dtype))
+                    pieces = _synth_pieces(options.seed, spec)
+                    digests.add_pieces(spec.name, dtype, spec.shape, pieces)
+        return digests.result(lambda name: steps.done(sizes.get(name, 0))), reference
 
 
-def _synth_digest(seed: int, spec: TensorHeader) -> str:
-    digest = _start_digest(str(synth.torch_dtype(spec.dtype)), spec.shape)
-    nbytes = spec.end - spec.begin
-    for begin in range(0, nbytes, _PIECE):
-        stop = min(begin + _PIECE, nbytes)
-        digest.update(synth.content(seed, spec.name, begin, stop))
-    return digest.hexdigest()
+def _synth_pieces(seed: int, spec: TensorHeader) -> Iterator[Any]:
+    for begin in range(0, spec.nbytes, PIECE):
+        stop = min(begin + PIECE, spec.nbytes)
+        yield synth.content(seed, spec.name, begin, stop)
 
 
-def _official_digests(plan: LoadPlan) -> dict[str, str]:
-    digests = Digests()
+def _add_official(digests: Digests, plan: LoadPlan) -> None:
     paths: dict[str, list[str]] = {}
     for entry in wanted_entries(plan):
         paths.setdefault(entry.file.path, []).append(entry.tensor.name)
@@ -250,12 +333,6 @@ def _official_digests(plan: LoadPlan) -> dict[str, str]:
         with safe_open(path, framework="pt") as file:
             for name in names:
                 digests.add(name, file.get_tensor(name))
-    return digests.result()
-
-
-def _start_digest(dtype: str, shape: tuple[int, ...]) -> Any:
-    """A digest that also covers dtype and shape: the same bytes may lie."""
-    return hashlib.sha256(f"{dtype}{tuple(shape)}".encode())
 
 
 def check_checkpoint(checkpoint: Path) -> None:

@@ -71,8 +71,9 @@ class Sglang:
             revision=None,
             hf_config=SimpleNamespace(architectures=values.get("architectures", [""])),
         )
-        self._loader = DefaultModelLoader(
-            LoadConfig(load_format=LoadFormat.INSTANTTENSOR)
+        self._loader, self._default_loader = (
+            DefaultModelLoader(LoadConfig(load_format=load_format))
+            for load_format in (LoadFormat.INSTANTTENSOR, LoadFormat.AUTO)
         )
 
     def tables(self) -> str:
@@ -98,6 +99,9 @@ class Sglang:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._loader._get_all_weights(self._model_config, self._model)
+
+    def default_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._default_loader._get_all_weights(self._model_config, self._model)
 
     def take(self, name: str, tensor: torch.Tensor) -> bool:
         """Load ``tensor`` into a table, if it is one; the engine's loader does it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import json
 import sys
@@ -18,7 +19,10 @@ from . import common
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
     from rich.table import Table
+
+    from ..load import LoadReport
 
 
 def add(commands: Any) -> None:
@@ -39,6 +43,11 @@ def add(commands: Any) -> None:
         help="where the patched engine lies (default: the one this Python imports)",
     )
     common.add_engram_config(command)
+    command.add_argument(
+        "--compare",
+        action="store_true",
+        help="load with the engine's default loader too, and compare",
+    )
     common.add_json(command)
     command.set_defaults(run=_run)
 
@@ -60,24 +69,25 @@ def _run(arguments: argparse.Namespace) -> int:
             f"{root}: {target.name} is not patched, or not wholly; "
             f"'loadplan apply {target.name}' does that"
         )
-    with load.open_engine(
-        target.name, arguments.checkpoint, engram_config=arguments.engram_config
-    ) as engine:
-        reader = _reader()
-        plan = engine.plan()
-        console = Console(quiet=arguments.json)
-        console.print(f"InstantTensor: {reader}")
-        console.print(f"Engram tables: {engine.tables()}")
-        console.print(_plan_table(plan))
-        with common.progress_bar() as progress:
-            wanted = sum(e.tensor.nbytes for e in load.wanted_entries(plan))
-            task = progress.add_task("Loading", total=wanted)
+    console = Console(quiet=arguments.json)
+    with common.progress_bar() as progress:
+        steps = _Bar(progress, f"opening {target.name}")
+        with load.open_engine(
+            target.name, arguments.checkpoint, engram_config=arguments.engram_config
+        ) as engine:
+            steps.begin("planning", 0)
+            reader = _reader()
+            plan = engine.plan()
+            console.print(f"InstantTensor: {reader}")
+            console.print(f"Engram tables: {engine.tables()}")
+            console.print(_plan_table(plan))
             report = load.run_load(
                 engine,
                 plan,
                 arguments.checkpoint,
                 reader=reader,
-                arrived=lambda nbytes: progress.advance(task, nbytes),
+                compare=arguments.compare,
+                steps=steps,
             )
     if arguments.json:
         print(json.dumps(dataclasses.asdict(report), indent=2))
@@ -90,7 +100,33 @@ def _run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+    if report.default is not None and not report.default.same:
+        print("ERROR the default loader's bytes differ", file=sys.stderr)
+        return 1
     return 0
+
+
+class _Bar:
+    """One bar that shows one phase after the other, each with its own rate."""
+
+    def __init__(self, progress: Progress, phase: str) -> None:
+        self._progress = progress
+        self._done: collections.Counter[str] = collections.Counter()
+        self._phase = phase
+        self._task = progress.add_task(phase, total=None)
+
+    def begin(self, phase: str, nbytes: int) -> None:
+        self._phase = phase
+        self._progress.reset(
+            self._task,
+            description=phase,
+            total=nbytes or None,
+            completed=self._done[phase],
+        )
+
+    def done(self, nbytes: int) -> None:
+        self._done[self._phase] += nbytes
+        self._progress.advance(self._task, nbytes)
 
 
 def _reader() -> str:
@@ -115,7 +151,7 @@ def _plan_table(plan) -> Table:
     return table
 
 
-def _print_report(console: Console, report) -> None:
+def _print_report(console: Console, report: LoadReport) -> None:
     from rich.table import Table
 
     table = Table(title="What arrived")
@@ -137,9 +173,34 @@ def _print_report(console: Console, report) -> None:
     stock = gib(report.stock_device_bytes)
     device = report.routes["stream"].nbytes + report.routes["read"].nbytes
     console.print(
-        f"On the GPU: {gib(device)}; whole files would put {stock} there. "
-        f"{report.seconds:.2f} s with checking."
+        f"To the GPU: {gib(device)}; whole files would put {stock} there. "
+        f"{report.loading_seconds:.2f} s, {report.seconds:.2f} s with checking."
     )
+    console.print(_peaks_table(report))
+    if report.default is not None:
+        times = report.default.seconds / report.loading_seconds
+        text = f"The default loader takes {times:.2f} times as long."
+        if report.peaks.device is None:
+            text = "Without a GPU the times mean nothing: InstantTensor is a stub."
+        console.print(text)
     verdict = "differs from" if report.wrong else "matches"
     console.print(f"sha256 {report.digest}")
     console.print(f"The digest {verdict} {report.reference}.")
+
+
+def _peaks_table(report: LoadReport) -> Table:
+    from rich.table import Table
+
+    table = Table(title=f"Peak memory, beside {gib(report.table_bytes)} of tables")
+    table.add_column("loader")
+    columns = ("seconds", "host", "pinned", "page cache", "device")
+    for column in columns:
+        table.add_column(column, justify="right")
+    rows = [("loadplan", report.loading_seconds, report.peaks)]
+    if report.default is not None:
+        rows.append(("default", report.default.seconds, report.default.peaks))
+    for name, seconds, peaks in rows:
+        memory = (peaks.host, peaks.pinned, peaks.page_cache, peaks.device)
+        shown = ("-" if nbytes is None else gib(nbytes) for nbytes in memory)
+        table.add_row(name, f"{seconds:.2f}", *shown)
+    return table
