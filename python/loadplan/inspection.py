@@ -22,6 +22,7 @@ from .core import (
     RouteTotal,
     make_plan,
 )
+from .core.ranks import stream_reader
 from .memory import Memory
 from .oddities import Oddity
 from .placement import Placement, parse_placement
@@ -220,6 +221,7 @@ class _Loads:
             host_resident_weight_patterns=placement.host_resident_weight_patterns,
             wanted_weight=wanted_weight,
             device_budget=memory.budget(machine.gpu_memory, weights),
+            stream=stream_reader() == "instanttensor",
         )
         gpu = {"weights": weights, "limit": machine.gpu_memory}
         host = {

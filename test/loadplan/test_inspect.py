@@ -420,6 +420,15 @@ def test_names_cannot_command_a_terminal(tmp_path: Path, capsys) -> None:
     assert r"a\x1b]0;owned\x07[bold red]b[/]" in output
 
 
+def test_reader_that_is_chosen_for_whole_files_is_followed(
+    parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Red when inspect tells of a stream where the engine reads."""
+    monkeypatch.setenv("LOADPLAN_STREAM_READER", "read")
+    routes = look(parent / "apart").loads[0].routes
+    assert (routes["stream"].tensors, routes["read"].tensors) == (0, 507)
+
+
 # The picture.
 
 
