@@ -19,7 +19,7 @@ import patch_table
 
 from loadplan.engines import Target, find_target, load_targets
 from loadplan.patching import sha256
-from loadplan.series import Patch, apply_hunks, read_series
+from loadplan.series import Hunk, Patch, apply_hunks, read_series
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
 
@@ -45,7 +45,8 @@ def refresh(name: str) -> None:
                 after = read(target, edited, path)
             else:
                 label = f"{patch.name}: {path}"
-                after = apply_hunks(before[path], patch.hunks[path], label=label)
+                hunks = moved(before[path], patch.hunks[path])
+                after = apply_hunks(before[path], hunks, label=label)
             diffs.append(diff(path, before[path], after))
             before[path] = after
         header = applies_to(target, patch)
@@ -54,6 +55,19 @@ def refresh(name: str) -> None:
     for path, text in before.items():
         hashes[path]["patched"] = sha256(text.encode())
     write_hashes(target, hashes)
+
+
+def moved(text: str, hunks: tuple[Hunk, ...]) -> tuple[Hunk, ...]:
+    """``hunks`` at their lines in a new release, nearest to where they were."""
+    lines = tuple(text.splitlines(keepends=True))
+    found = []
+    for hunk in hunks:
+        size = len(hunk.old)
+        starts = range(1, len(lines) - size + 2)
+        places = [s for s in starts if lines[s - 1 : s - 1 + size] == hunk.old]
+        near = min(places, key=lambda s, at=hunk.start: abs(s - at), default=hunk.start)
+        found.append(dataclasses.replace(hunk, start=near))
+    return tuple(found)
 
 
 def applies_to(target: Target, patch: Patch) -> str:
