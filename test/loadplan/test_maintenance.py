@@ -18,6 +18,8 @@ from loadplan.series import read_series
 ROOT = Path(__file__).parents[2]
 LOADER_PATCH = "patches/sglang/host-resident-weights.patch"
 OTHER_PATCH = "patches/sglang/deepseek-v4-engram-patterns.patch"
+# The last one that touches the loader.
+LAST_PATCH = "patches/sglang/draft-weights.patch"
 
 
 @pytest.fixture
@@ -91,15 +93,15 @@ FAULTS = [
         "line 111 is not what the patch expects",
     ),
     (
-        LOADER_PATCH,
+        LAST_PATCH,
         "+from sglang",
         "+ from sglang",
-        "hashes of sglang/srt/model_loa",
+        "hashes of sglang/srt/model_exe",
     ),
     (
-        LOADER_PATCH,
-        "stay in host memory",
-        "stay",
+        LAST_PATCH,
+        "of this name",
+        "of it",
         "hashes of sglang/srt/model_load",
     ),
     (LOADER_PATCH, "..ccd8932a", "..00000000", "not as make patches writes it"),
@@ -143,7 +145,7 @@ def test_edit_of_the_patched_tree_becomes_a_hunk(clone: Path) -> None:
     assert setup.returncode == 1
     assert "loader.py: has edits that no patch holds" in setup.stderr
     assert run(clone, "refresh_patches.py", "sglang").returncode == 0
-    assert "+import colorsys\n" in (clone / LOADER_PATCH).read_text()
+    assert "+import colorsys\n" in (clone / LAST_PATCH).read_text()
     assert run(clone, "engine_trees.py").returncode == 0
     # The import is unused: all is well but for the engine's own linter.
     result = run(clone, "check_patches.py")
@@ -153,13 +155,13 @@ def test_edit_of_the_patched_tree_becomes_a_hunk(clone: Path) -> None:
 
 def test_file_that_is_touched_no_longer_is_retired(clone: Path) -> None:
     """Red when revert forgets what an earlier version of loadplan patched."""
-    patch = clone / OTHER_PATCH
-    path = "python/sglang/srt/models/deepseek_v4_dspark.py"
+    patch = clone / LAST_PATCH
+    path = "python/sglang/srt/models/glm5_next_nextn.py"
     edit(patch, f"Touches: {path}\n", "")
     assert run(clone, "refresh_patches.py", "sglang").returncode == 0
     hashes = TARGET.files[path.removeprefix("python/")]
     assert (
-        '[sglang.retired]\n"sglang/srt/models/deepseek_v4_dspark.py" = '
+        '[sglang.retired]\n"sglang/srt/models/glm5_next_nextn.py" = '
         f'"{hashes["pristine"]}"\n'
     ) in (clone / "patches/targets.toml").read_text()
     assert "Passed" in run(clone, "check_patches.py").stdout
@@ -178,14 +180,10 @@ def test_recipe_for_a_new_release(clone: Path) -> None:
     assert "loader.py: changed by something else" in setup.stderr
 
     shutil.copytree(pristine, engines / "patched")
-    for name in (
-        "engram-config",
-        "host-resident-weights",
-        "deepseek-v4-engram-patterns",
-    ):
+    for patch in read_series(TARGET.patches):
         subprocess.run(
             ["patch", "--silent", "-p2", "-d", str(engines / "patched")],
-            stdin=(clone / f"patches/sglang/{name}.patch").open(),
+            stdin=(clone / "patches" / "sglang" / patch.name).open(),
             check=True,
         )
     for orig in engines.rglob("*.orig"):

@@ -65,6 +65,7 @@ def planned_weights_iterator(
     stream_weights: Callable[..., Iterator[Tuple[str, torch.Tensor]]],
     extra_config: Optional[dict],
     load_group: LoadGroup,
+    planner: Optional[Callable[..., LoadPlan]] = None,
 ) -> Iterator[Tuple[str, torch.Tensor]]:
     """Iterate over the weights of `source`; whole files go through `stream_weights`."""
     options = extra_config or {}
@@ -85,7 +86,7 @@ def planned_weights_iterator(
         )
     ranks = _ranks(load_group)
     group = None if ranks is None else ranks.cpu_group
-    plan = plan_weights(
+    plan = (planner or plan_weights)(
         hf_weights_files,
         hf_folder=hf_folder,
         source=source,
@@ -123,6 +124,8 @@ def plan_weights(
     source: DefaultModelLoader.Source,
     options: Mapping[str, Any],
     group: Optional[ProcessGroup],
+    wanted_weight: Optional[Callable[[str], bool]] = None,
+    check: Optional[Callable[[LoadPlan], None]] = None,
 ) -> LoadPlan:
     """Decide from the headers where each tensor of `source` goes, on all ranks alike."""
     import instanttensor
@@ -136,13 +139,19 @@ def plan_weights(
             old_reader="tensor_filter" not in parameters,
         )
 
+    def check_all(plan: LoadPlan) -> None:
+        _check_engram_tables(plan)
+        if check is not None:
+            check(plan)
+
     return plan_together(
         hf_weights_files,
         folder=hf_folder,
         group=group,
         machine=machine,
-        check=_check_engram_tables,
+        check=check_all,
         host_resident_weight_patterns=source.host_resident_weight_patterns or (),
+        wanted_weight=wanted_weight,
     )
 
 

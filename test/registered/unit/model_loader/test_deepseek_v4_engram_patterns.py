@@ -121,7 +121,7 @@ class TestWholeModelLoad(CustomTestCase):
         self.assertEqual(len(rank.streamed), 7)
 
     @pytest.mark.feature
-    def test_draft_leaves_the_tables_on_the_host_too(self):
+    def test_draft_keeps_the_tables_off_the_device_too(self):
         # The draft reads the target's checkpoint; red when it streams the tables.
         config = tiny_config()
         content = tiny_checkpoint(self.folder, config)
@@ -132,9 +132,8 @@ class TestWholeModelLoad(CustomTestCase):
             1, config, format="instanttensor", model_class=draft, env=env
         )
         self.assertEqual(rank.digests, plain[0].digests)
-        self.assertEqual(
-            rank.on_host, sorted(name for name in content if ".engram.embed." in name)
-        )
+        tables = {name for name in content if ".engram.embed." in name}
+        self.assertFalse(tables.intersection(rank.names).difference(rank.on_host))
 
 
 class TestDeclaration(CustomTestCase):

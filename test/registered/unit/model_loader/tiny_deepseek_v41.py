@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import nn
+from transformers import PretrainedConfig
 
 from loadplan.fake import fake_gpu
 from sglang.srt.configs.deepseek_v41 import DeepseekV41Config
@@ -129,13 +130,13 @@ def tiny_config(
     return config
 
 
-def _linear(name: str, rows: int, columns: int, *, fp4: bool = False) -> Specs:
+def linear(name: str, rows: int, columns: int, *, fp4: bool = False) -> Specs:
     weight = (INT8, (rows, columns // 2)) if fp4 else (FP8, (rows, columns))
     scale = (E8M0, (rows if fp4 else rows // BLOCK, columns // BLOCK))
     return {f"{name}.weight": weight, f"{name}.scale": scale}
 
 
-def _block_specs(c: DeepseekV41Config, prefix: str) -> Specs:
+def block_specs(c: DeepseekV41Config, prefix: str) -> Specs:
     """What a target layer and a draft stage have in common."""
     attn, ffn = f"{prefix}.attn", f"{prefix}.ffn"
     hidden, inter, q_rank = c.hidden_size, c.moe_intermediate_size, c.q_lora_rank
@@ -146,20 +147,20 @@ def _block_specs(c: DeepseekV41Config, prefix: str) -> Specs:
         f"{attn}.attn_sink": (F32, (c.num_attention_heads,)),
         f"{attn}.q_norm.weight": (BF16, (q_rank,)),
         f"{attn}.kv_norm.weight": (BF16, (c.head_dim,)),
-        **_linear(f"{attn}.wq_a", q_rank, hidden),
-        **_linear(f"{attn}.wq_b", q_dim, q_rank),
-        **_linear(f"{attn}.wkv", c.head_dim, hidden),
-        **_linear(f"{attn}.wo_a", o_dim, q_dim // c.o_groups),
-        **_linear(f"{attn}.wo_b", hidden, o_dim),
+        **linear(f"{attn}.wq_a", q_rank, hidden),
+        **linear(f"{attn}.wq_b", q_dim, q_rank),
+        **linear(f"{attn}.wkv", c.head_dim, hidden),
+        **linear(f"{attn}.wo_a", o_dim, q_dim // c.o_groups),
+        **linear(f"{attn}.wo_b", hidden, o_dim),
         f"{ffn}.gate.weight": (BF16, (c.n_routed_experts, hidden)),
         f"{ffn}.gate.bias": (F32, (c.n_routed_experts,)),
     }
     experts = [f"experts.{i}" for i in range(c.n_routed_experts)]
     for expert in ("shared_experts", *experts):
         fp4 = expert != "shared_experts"
-        specs |= _linear(f"{ffn}.{expert}.w1", inter, hidden, fp4=fp4)
-        specs |= _linear(f"{ffn}.{expert}.w2", hidden, inter, fp4=fp4)
-        specs |= _linear(f"{ffn}.{expert}.w3", inter, hidden, fp4=fp4)
+        specs |= linear(f"{ffn}.{expert}.w1", inter, hidden, fp4=fp4)
+        specs |= linear(f"{ffn}.{expert}.w2", hidden, inter, fp4=fp4)
+        specs |= linear(f"{ffn}.{expert}.w3", inter, hidden, fp4=fp4)
     mixes = (2 + c.hc_mult) * c.hc_mult
     for part in ("attn", "ffn"):
         specs[f"{prefix}.hc_{part}_fn"] = (F32, (mixes, c.hc_mult * hidden))
@@ -171,7 +172,7 @@ def _block_specs(c: DeepseekV41Config, prefix: str) -> Specs:
 def _layer_specs(c: DeepseekV41Config, layer_id: int) -> Specs:
     prefix, hidden = f"layers.{layer_id}", c.hidden_size
     compressor, indexer = f"{prefix}.attn.compressor", f"{prefix}.attn.indexer"
-    specs = _block_specs(c, prefix)
+    specs = block_specs(c, prefix)
     if layer_id in c.kv_source_layer_ids:
         specs[f"{compressor}.norm.weight"] = (BF16, (c.head_dim,))
         specs[f"{compressor}.wkv.weight"] = (BF16, (c.head_dim, hidden))
@@ -181,7 +182,7 @@ def _layer_specs(c: DeepseekV41Config, layer_id: int) -> Specs:
         specs[f"{indexer}.k_norm.weight"] = (BF16, (c.index_head_dim,))
     if layer_id in c.index_source_layer_ids:
         heads_dim = c.index_n_heads * c.index_head_dim
-        specs |= _linear(f"{indexer}.wq_b", heads_dim, c.q_lora_rank)
+        specs |= linear(f"{indexer}.wq_b", heads_dim, c.q_lora_rank)
         specs[f"{indexer}.weights_proj.weight"] = (BF16, (c.index_n_heads, hidden))
     if layer_id in c.engram_layer_ids:
         memory, dim = f"{prefix}.engram", c.engram_head_dim
@@ -189,18 +190,18 @@ def _layer_specs(c: DeepseekV41Config, layer_id: int) -> Specs:
         columns = (c.engram_max_ngram_size - 1) * c.engram_n_heads
         specs[f"{memory}.embed.weight"] = (FP8, (rows, dim))
         specs[f"{memory}.embed.scale"] = (E8M0, (rows, dim // BLOCK))
-        specs |= _linear(f"{memory}.wkv", hidden * (c.hc_mult + 1), columns * dim)
+        specs |= linear(f"{memory}.wkv", hidden * (c.hc_mult + 1), columns * dim)
         specs[f"{memory}.q_weight"] = (BF16, (c.hc_mult, hidden))
         specs[f"{memory}.k_weight"] = (BF16, (c.hc_mult, hidden))
     return specs
 
 
-def _draft_specs(c: DeepseekV41Config) -> Specs:
+def draft_specs(c: DeepseekV41Config) -> Specs:
     hidden, stages = c.hidden_size, len(c.dspark_target_layer_ids)
     last, rank = f"mtp.{stages - 1}", c.dspark_markov_rank
-    specs = _linear("mtp.0.main_proj", hidden, hidden * stages)
+    specs = linear("mtp.0.main_proj", hidden, hidden * stages)
     for stage in range(stages):
-        specs |= _block_specs(c, f"mtp.{stage}")
+        specs |= block_specs(c, f"mtp.{stage}")
     return specs | {
         "mtp.0.main_norm.weight": (BF16, (hidden,)),
         f"{last}.norm.weight": (BF16, (hidden,)),
@@ -236,12 +237,25 @@ def tiny_checkpoint(
         "norm.weight": (BF16, (c.hidden_size,)),
     }
     draft_shard = "draft" if draft_in_own_file else f"layer-{last}"
-    shards[draft_shard] = shards.get(draft_shard, {}) | _draft_specs(c)
+    shards[draft_shard] = shards.get(draft_shard, {}) | draft_specs(c)
     for layer_id in c.engram_layer_ids if tables_in_own_files else ():
         layer = shards[f"layer-{layer_id}"]
         tables = [name for name in layer if ".engram.embed." in name]
         shards[f"engram-{layer_id}"] = {name: layer.pop(name) for name in tables}
 
+    content = write_shards(folder, shards, seed=seed)
+    Path(folder, "config.json").write_text(config.to_json_string())
+    return content
+
+
+def write_shards(
+    folder: str | os.PathLike[str],
+    shards: Mapping[str, Specs],
+    *,
+    seed: int = 0,
+    unindexed: tuple[str, ...] = (),
+) -> dict[str, bytes]:
+    """Write random tensors and an index; return the bytes of every tensor by name."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
@@ -257,11 +271,11 @@ def tiny_checkpoint(
         tensors = {name: random(*spec) for name, spec in specs.items()}
         save_file(tensors, Path(folder, f"model-{label}.safetensors"))
         content |= {name: tensor_bytes(tensor) for name, tensor in tensors.items()}
-        weight_map |= dict.fromkeys(tensors, f"model-{label}.safetensors")
+        if label not in unindexed:
+            weight_map |= dict.fromkeys(tensors, f"model-{label}.safetensors")
     total = {"total_size": sum(map(len, content.values()))}
     index = json.dumps({"metadata": total, "weight_map": weight_map})
     Path(folder, "model.safetensors.index.json").write_text(index)
-    Path(folder, "config.json").write_text(config.to_json_string())
     return content
 
 
@@ -298,16 +312,20 @@ def fake_host_registration() -> Iterator[None]:
 
 
 def tiny_model(
-    config: DeepseekV41Config,
+    config: PretrainedConfig,
     model_class: type[nn.Module] = DeepseekV4ForCausalLM,
+    *,
+    quantized: bool = True,
 ) -> nn.Module:
     """This rank's target, or draft if model_class says so, with unset weights."""
-    quant_config = Fp8Config(
-        is_checkpoint_fp8_serialized=True,
-        weight_block_size=[BLOCK, BLOCK],
-        is_fp4_experts=True,
-        scale_fmt="ue8m0",
-    )
+    quant_config = None
+    if quantized:
+        quant_config = Fp8Config(
+            is_checkpoint_fp8_serialized=True,
+            weight_block_size=[BLOCK, BLOCK],
+            is_fp4_experts=True,
+            scale_fmt="ue8m0",
+        )
     words = WordLevel({f"t{i}": i for i in range(config.vocab_size)}, unk_token="t0")
     with (
         tempfile.TemporaryDirectory() as folder,
