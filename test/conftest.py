@@ -14,5 +14,7 @@ sys.path.insert(0, str(HERE / "registered" / "unit" / "model_loader"))
 if os.environ.get("LOADPLAN_TEST_GPU") == "real":
     from loadplan.placeholders import kernel_placeholders
 
-    # For the whole session: with a GPU in sight the engines import their kernels.
-    kernel_placeholders().__enter__()
+    # With a GPU in sight the engines import their kernels. Kept for the whole session:
+    # a context that is collected ends.
+    placeholders = kernel_placeholders()
+    placeholders.__enter__()

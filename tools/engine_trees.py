@@ -6,7 +6,6 @@ Safe to run again: a finished tree is left alone, an unfinished one is made anew
 from __future__ import annotations
 
 import fnmatch
-import os
 import shutil
 import subprocess
 import sys
@@ -72,11 +71,10 @@ def _unpack(target: Target, tree: Path) -> None:
 
 def _copy_patched(target: Target, pristine: Path, patched: Path) -> None:
     with tempfile.TemporaryDirectory(dir=patched.parent) as scratch:
-        # Hard links: apply replaces files, it never writes into them.
+        # Copies, since files below the patched tree are edited by hand.
         shutil.copytree(
             pristine,
             Path(scratch) / "tree",
-            copy_function=os.link,
             ignore=shutil.ignore_patterns("__pycache__"),
         )
         apply(target, Path(scratch) / "tree")
