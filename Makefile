@@ -5,6 +5,9 @@ VENV := .venv
 RUN := PYTHONPATH=$(CURDIR)/python $(VENV)/bin/python
 ENGINES := build/engines
 
+# Tests run in this many processes.
+JOBS ?= 2
+
 # The environment is brought up to date when the pins changed.
 STAMP := $(VENV)/.stamp-$(shell sha256sum requirements.txt | cut -c1-16)
 
@@ -27,7 +30,7 @@ demo: setup
 
 # pytest's closing line stays the last one: a module's complaint at exit is muted.
 test: setup
-	PYTHONWARNINGS=ignore::DeprecationWarning PYTHONPATH=$$(printf '%s:' $(CURDIR)/$(ENGINES)/*/patched)$(CURDIR)/python $(VENV)/bin/python -m pytest -q test
+	PYTHONWARNINGS=ignore::DeprecationWarning PYTHONPATH=$$(printf '%s:' $(CURDIR)/$(ENGINES)/*/patched)$(CURDIR)/python $(VENV)/bin/python -m pytest -q -n $(JOBS) test
 
 # The tests that touch InstantTensor and CUDA, on the real ones. Needs a GPU, the
 # released SGLang's own requirements and a patched tree of it, TREE.
