@@ -35,7 +35,7 @@ test: setup
 # The tests that touch InstantTensor and CUDA, on the real ones. Needs a GPU, the
 # released SGLang's own requirements and a patched tree of it, TREE.
 test-gpu:
-	LOADPLAN_TEST_GPU=real CUDA_VISIBLE_DEVICES=0 PYTHONPATH=$(TREE):$(CURDIR)/python $(PYTHON) -m pytest -q test/registered/unit/model_loader
+	LOADPLAN_TEST_GPU=real CUDA_VISIBLE_DEVICES=0 PYTHONPATH=$(TREE):$(CURDIR)/python $(PYTHON) -m pytest -q $(addprefix test/registered/unit/model_loader/test_,host_resident_weights.py odd_checkpoints.py)
 
 lint: check-patches
 	$(VENV)/bin/python -m pre_commit run --all-files --show-diff-on-failure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -11,10 +12,14 @@ for folder in ("loadplan", "gpu", "proof", "tokenspeed", "vllm"):
     sys.path.insert(0, str(HERE / folder))
 sys.path.insert(0, str(HERE / "registered" / "unit" / "model_loader"))
 
+_session = contextlib.ExitStack()
+
 if os.environ.get("LOADPLAN_TEST_GPU") == "real":
     from loadplan.placeholders import kernel_placeholders
 
-    # With a GPU in sight the engines import their kernels. Kept for the whole session:
-    # a context that is collected ends.
-    placeholders = kernel_placeholders()
-    placeholders.__enter__()
+    # With a GPU in sight the engines import their kernels.
+    _session.enter_context(kernel_placeholders())
+
+
+def pytest_unconfigure() -> None:
+    _session.close()

@@ -60,7 +60,7 @@ def checkpoint_tensors():
 
 
 def raw(tensor):
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return tensor.dtype, tuple(tensor.shape), bytes(flat.numpy())
 
 

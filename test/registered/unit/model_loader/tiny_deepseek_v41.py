@@ -58,6 +58,7 @@ BF16, F32 = torch.bfloat16, torch.float32
 # The engine's own switches: no GPU even where there is one, groups that need nothing
 # but gloo, and no MHC kernel compiled after loading.
 _NO_DEVICE_ENV = {
+    "LOADPLAN_TEST_GPU": "",
     "CUDA_VISIBLE_DEVICES": "99",
     "SGLANG_NCCL_SO_PATH": "no-nccl-without-a-device",
     "SGLANG_USE_MESSAGE_QUEUE_BROADCASTER": "0",
@@ -212,7 +213,8 @@ def draft_specs(c: DeepseekV41Config) -> Specs:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 def tiny_checkpoint(
