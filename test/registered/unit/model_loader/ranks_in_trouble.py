@@ -23,11 +23,11 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 
 
 def load_rank_of_folder(rank, tp_size, folder, config, model_class, failing_rank):
-    """Load one rank's model: what it holds, or what ended it, and the bytes it read.
+    """Load one rank's model: what it holds, or what ended it, the bytes read and got.
 
     A target of ``run_ranks``. On failing_rank load_weights raises in mid-stream.
     """
-    read = []
+    read, got = [], []
     preadv = os.preadv
 
     def counting(*args):
@@ -50,13 +50,22 @@ def load_rank_of_folder(rank, tp_size, folder, config, model_class, failing_rank
             )
             if rank == failing_rank:
                 weights = _ending(weights)
-            model.load_weights(weights)
+            model.load_weights(_counted(weights, got))
             digests = parameter_digests(model)
         except Exception as e:
             error = f"{type(e).__name__}: {e}"
     return SimpleNamespace(
-        digests=digests, error=error, bytes_read=sum(read) + record.bytes_read
+        digests=digests,
+        error=error,
+        bytes_read=sum(read) + record.bytes_read,
+        bytes_got=sum(got),
     )
+
+
+def _counted(weights, got):
+    for name, tensor in weights:
+        got.append(tensor.nbytes)
+        yield name, tensor
 
 
 def _ending(weights):

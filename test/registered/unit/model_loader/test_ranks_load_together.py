@@ -24,6 +24,7 @@ from tiny_deepseek_v41 import (
 )
 
 from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
+from sglang.srt.models.deepseek_v4_dspark import DeepseekV4ForCausalLMDSpark
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.test_utils import CustomTestCase
 
@@ -48,9 +49,8 @@ class TestRanksLoadTogether(CustomTestCase):
             shutil.copytree(first, path)
         return paths
 
-    def load(self, tp_size, failing_rank=None, **options):
+    def load(self, tp_size, failing_rank=None, model=DeepseekV4ForCausalLM, **options):
         options = {"env": host_table_env("per_rank"), **options}
-        model = DeepseekV4ForCausalLM
         try:
             return run_ranks(
                 tp_size,
@@ -88,6 +88,16 @@ class TestRanksLoadTogether(CustomTestCase):
                 self.assertLessEqual(read, 1.02 * wanted)
                 shutil.rmtree(self.folder)
                 os.mkdir(self.folder)
+
+    @pytest.mark.feature
+    def test_all_ranks_of_a_draft_together_read_only_its_bytes_once(self):
+        # Turns red when a rank reads the target's weights, or each rank all of the draft.
+        self.folders(2)
+        for rank in (ranks := self.load(2, model=DeepseekV4ForCausalLMDSpark)):
+            self.assertIsNone(rank.error)
+        wanted, total = ranks[0].bytes_got, sum(map(len, self.content.values()))
+        self.assertLess(wanted, total / 2)
+        self.assertLessEqual(sum(rank.bytes_read for rank in ranks), 1.02 * wanted)
 
     def assert_all_fail(self, ranks, text):
         for number, rank in enumerate(ranks):
