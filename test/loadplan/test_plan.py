@@ -7,7 +7,14 @@ import math
 
 import pytest
 
-from loadplan.core import FileHeader, LoadPlanError, Route, TensorHeader, make_plan
+from loadplan.core import (
+    FileHeader,
+    LoadPlanError,
+    Route,
+    TensorHeader,
+    UnloadableTensorError,
+    make_plan,
+)
 
 _INODES = itertools.count(1)
 
@@ -121,11 +128,13 @@ def test_wanted_tensor_that_torch_cannot_hold_is_refused_by_name(
     patterns: tuple[str, ...],
 ) -> None:
     """Red when an F6 is found out only after the first read."""
-    with pytest.raises(LoadPlanError, match=r"a: tensor 'x' has dtype 'F6_E2M3'"):
+    message = r"a: tensor 'x' has dtype 'F6_E2M3'"
+    with pytest.raises(UnloadableTensorError, match=message) as raised:
         make_plan(
             [header("a", ("x", "F6_E2M3", (4,)))],
             host_resident_weight_patterns=patterns,
         )
+    assert raised.value.path == "a"
 
 
 def test_files_in_memory_beside_disk_go_by_read_where_they_are_fewer_bytes() -> None:

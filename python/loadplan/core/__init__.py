@@ -8,7 +8,14 @@ from .header import (
     read_headers,
     read_index,
 )
-from .plan import LoadPlan, PlannedTensor, Route, RouteTotal, make_plan
+from .plan import (
+    LoadPlan,
+    PlannedTensor,
+    Route,
+    RouteTotal,
+    UnloadableTensorError,
+    make_plan,
+)
 from .ranks import Machine, plan_together, together
 from .read import SafetensorsRowSource, ShortFileError
 from .ring import ring_budget, small_io_depth
@@ -27,6 +34,7 @@ __all__ = [
     "SafetensorsRowSource",
     "ShortFileError",
     "TensorHeader",
+    "UnloadableTensorError",
     "VERSION",
     "make_plan",
     "plan_together",

@@ -19,6 +19,14 @@ from .ring import ring_bytes
 MAX_DROPPED_FRACTION = 0.01
 
 
+class UnloadableTensorError(LoadPlanError):
+    """A wanted tensor of the file ``path`` has a dtype that torch cannot hold."""
+
+    def __init__(self, path: str, text: str):
+        super().__init__(f"{path}: {text}")
+        self.path = path
+
+
 class Route(enum.Enum):
     """Where a tensor's bytes go, and through which reader."""
 
@@ -115,8 +123,9 @@ def make_plan(
     than 0.2 on some rank. Without ``stream`` what would be STREAM is READ.
 
     Raises:
-        LoadPlanError: no tensor at all, a name with two owners, an index that does
-            not fit the files, or a wanted tensor that torch cannot hold.
+        LoadPlanError: no tensor at all, a name with two owners, or an index that does
+            not fit the files.
+        UnloadableTensorError: a wanted tensor that torch cannot hold.
     """
     if isinstance(host_resident_weight_patterns, str):
         raise LoadPlanError(
@@ -146,10 +155,11 @@ def make_plan(
         if wanted_weight is not None and not wanted_weight(tensor.name):
             return Route.SKIP, "not wanted by this model"
         if tensor.torch_dtype is None:
-            raise LoadPlanError(
-                f"{file.path}: tensor {tensor.name!r} has dtype {tensor.dtype!r}, "
-                "which this torch and safetensors cannot load; use a checkpoint "
-                "that stores it packed in bytes"
+            raise UnloadableTensorError(
+                file.path,
+                f"tensor {tensor.name!r} has dtype {tensor.dtype!r}, which this torch "
+                "and safetensors cannot load; use a checkpoint that stores it packed "
+                "in bytes",
             )
         if any(pattern in tensor.name for pattern in patterns):
             return Route.HOST, "host-resident"
