@@ -119,7 +119,7 @@ class _Cudart:
         self._record = record
         self._limit = limit
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         fails = self._limit is not None and nbytes > self._limit
         error = _CUDA_ERROR_MEMORY_ALLOCATION if fails else 0
         self._record.host_registrations.append(

@@ -1,7 +1,8 @@
 """Stand-ins for an engine's kernel packages, which loading weights never calls.
 
-With a GPU in sight SGLang imports its kernel packages at once. Where they are not
-installed, placeholder modules let its loader run; whoever calls into one gets an error.
+With a GPU in sight SGLang imports its kernel packages at once, TokenSpeed always does.
+Where they are not installed, placeholder modules let a loader run; whoever calls into
+one gets an error.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 KERNEL_PACKAGES = (
     "deep_ep",
@@ -26,6 +28,9 @@ KERNEL_PACKAGES = (
     "sgl_kernel",
     "tilelang",
 )
+
+# What kernels are decorated with when a module is imported.
+_DECORATORS = ("autotune", "heuristics", "jit")
 
 
 class _Attributes(type):
@@ -47,13 +52,20 @@ class Placeholder(metaclass=_Attributes):
         )
 
 
+def _undecorated(*args: Any, **kwargs: Any) -> Callable:
+    """A decorator, used bare or with arguments, that leaves its function alone."""
+    if len(args) == 1 and callable(args[0]) and not kwargs:
+        return args[0]
+    return lambda function: function
+
+
 class _Module(types.ModuleType):
     __version__ = "0.0"
 
-    def __getattr__(self, name: str) -> type:
+    def __getattr__(self, name: str) -> Callable:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Placeholder
+        return _undecorated if name in _DECORATORS else Placeholder
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -77,14 +89,24 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-@contextlib.contextmanager
-def kernel_placeholders() -> Iterator[None]:
-    """Serve a placeholder for each kernel package that is not installed."""
-    missing = {
-        name for name in KERNEL_PACKAGES if importlib.util.find_spec(name) is None
-    }
+def serve_placeholders(
+    packages: Iterable[str],
+) -> tuple[importlib.abc.MetaPathFinder, frozenset[str]]:
+    """Serve a placeholder for each of ``packages`` that is not installed.
+
+    Returns:
+        The new entry of ``sys.meta_path``, and what it serves.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     finder = _Finder(frozenset(missing))
     sys.meta_path.append(finder)
+    return finder, frozenset(missing)
+
+
+@contextlib.contextmanager
+def kernel_placeholders() -> Iterator[None]:
+    """Serve a placeholder for each kernel package of SGLang that is not installed."""
+    finder, _ = serve_placeholders(KERNEL_PACKAGES)
     try:
         yield
     finally:

@@ -78,7 +78,7 @@ class _Cudart:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cudart, name)
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Any:  # noqa: N802
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Any:
         error = self._cudart.cudaHostRegister(address, nbytes, flags)
         registration = HostRegistration(address, nbytes, flags, int(error))
         self._record.host_registrations.append(registration)
