@@ -47,11 +47,12 @@ class Target:
     ``files`` maps each touched file to its pristine and patched sha256;
     ``retired`` maps what only earlier versions of loadplan wrote to its pristine
     sha256, or to "" where the engine has no such file. ``serve`` is a command that
-    uses the patches. Its tests lie in ``tests_folder`` here. Folders in the upstream
-    repository, and what it asks of a commit, say what an export looks like: tests in
-    ``upstream_tests_folder``, their helpers in ``helper_folder``, imported from
-    ``helper_package``, pages in ``docs_folder`` with ``docs_suffix`` (.md or .mdx),
-    ``licence_header`` in front of new files, a sign-off if ``signed_off``. ``linters``
+    uses the patches, ``note`` what to know before. Its tests lie in ``tests_folder``
+    here. Folders in the upstream repository, and what it asks of a commit, say what an
+    export looks like: tests in ``upstream_tests_folder``, their helpers in
+    ``helper_folder``, imported from ``helper_package``, pages in ``docs_folder`` with
+    ``docs_suffix`` (.md or .mdx), ``licence_header`` in front of new files, a sign-off
+    if ``signed_off``. ``linters``
     are the commands that judge its files.
     """
 
@@ -62,6 +63,7 @@ class Target:
     unpack: tuple[str, ...]
     core_folder: str
     serve: str
+    note: str
     tests_folder: str
     upstream_tests_folder: str
     helper_folder: str
@@ -112,6 +114,7 @@ def load_targets() -> dict[str, Target]:
             unpack=tuple(entry["unpack"]),
             core_folder=entry["core_folder"],
             serve=entry["serve"],
+            note=entry.get("note", ""),
             tests_folder=entry["tests_folder"],
             upstream_tests_folder=entry["upstream_tests_folder"],
             helper_folder=entry["helper_folder"],

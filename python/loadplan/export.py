@@ -245,7 +245,7 @@ def _upstream_test(target: Target, file: Path, moved: dict[str, str]) -> str:
     if "pytest" not in _names("".join(lines)):
         lines = [line for line in lines if line != "import pytest\n"]
     for old, new in moved.items():
-        lines = _move_import(lines, old, new)
+        lines = _move_import(lines, old, new, engine=target.package)
     return _with_header(target, "".join(lines))
 
 
@@ -265,9 +265,8 @@ def _names(text: str) -> set[str]:
     return {n.id for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Name)}
 
 
-def _move_import(lines: list[str], old: str, new: str) -> list[str]:
+def _move_import(lines: list[str], old: str, new: str, *, engine: str) -> list[str]:
     """Let ``from OLD import`` say NEW, at its sorted place among imports like it."""
-    package = new.partition(".")[0]
     tree = ast.parse("".join(lines))
     nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     for node in nodes:
@@ -275,13 +274,9 @@ def _move_import(lines: list[str], old: str, new: str) -> list[str]:
             continue
         block = lines[node.lineno - 1 : node.end_lineno]
         block[0] = block[0].replace(f"from {old} import", f"from {new} import", 1)
-        later = [
-            other
-            for other in nodes
-            if f"{other.module}.".startswith(f"{package}.") and other.module > new
-        ]
-        same = [n for n in nodes if f"{n.module}.".startswith(f"{package}.")]
-        place = later[0].lineno - 1 if later else same[-1].end_lineno
+        peers = _peers(tree, engine=engine, own=_top(new) == engine)
+        later = [p for p in peers if isinstance(p, ast.ImportFrom) and p.module > new]
+        place = later[0].lineno - 1 if later else peers[-1].end_lineno
         rest = list(lines)
         rest[place:place] = block
         start = node.lineno - 1 + (len(block) if place < node.lineno else 0)
@@ -291,6 +286,32 @@ def _move_import(lines: list[str], old: str, new: str) -> list[str]:
         del rest[start : end + alone]
         return rest
     return lines
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _peers(
+    tree: ast.Module, *, engine: str, own: bool
+) -> list[ast.Import | ast.ImportFrom]:
+    """The engine's own imports, or else the block of imports before them."""
+    imports = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    tops = [
+        _top(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name)
+        for n in imports
+    ]
+    if own:
+        return [n for n, top in zip(imports, tops, strict=True) if top == engine]
+    # Our own modules stand beside the engine's.
+    firsts = [tops.index(top) for top in (engine, "loadplan") if top in tops]
+    end = min(firsts, default=len(imports))
+    block = [imports[end - 1]]
+    for node in reversed(imports[: end - 1]):
+        if node.end_lineno + 1 != block[0].lineno:
+            break
+        block.insert(0, node)
+    return block
 
 
 def _new_file(path: str, text: str) -> str:

@@ -120,7 +120,7 @@ class Host(Protocol):
 
 
 # Each has a function open_host, a context that yields a Host.
-HOSTS = {"sglang": "load_sglang"}
+HOSTS = {"sglang": "load_sglang", "tokenspeed": "load_tokenspeed"}
 
 
 @contextlib.contextmanager

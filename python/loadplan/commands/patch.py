@@ -38,6 +38,8 @@ def _apply(arguments: argparse.Namespace) -> int:
     changed = _changed(patching.apply(target, root), "was patched already")
     print(f"{target.name} {target.version} in {root}: patched, {changed}")
     _mention_processes(target, root)
+    if target.note:
+        print(f"NOTE {target.note}")
     print(f"Next: {target.serve}")
     print(f"'loadplan revert {target.name}' takes it back.")
     return 0
