@@ -291,7 +291,7 @@ def test_findings_of_this_machine(
 
 def test_needs_are_what_inspect_says(tmp_path: Path, monkeypatch) -> None:
     """Red when the doctor compares with something else."""
-    monkeypatch.setattr(header, "_is_in_memory", lambda path: False)
+    monkeypatch.setattr(header, "is_in_memory", lambda path: False)
     table = ("layers.1.engram.embed.weight", "U8", (1024, 1024))
     shard = write_shard(tmp_path / "model.safetensors", [("a", "U8", (8, 8)), table])
     need = doctor.need_of(

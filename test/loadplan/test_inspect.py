@@ -85,7 +85,7 @@ def test_output_is_the_golden_one(
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     # The tests' folder may lie on a disk or in memory; InstantTensor's ring differs.
-    monkeypatch.setattr(header, "_is_in_memory", lambda path: False)
+    monkeypatch.setattr(header, "is_in_memory", lambda path: False)
     options = ["--tp", "4", "--draft", "dspark"]
     options += ["--gpu-memory", "32M", "--host-memory", "1G"]
     assert cli.main(["inspect", "mixed", *options]) == 0

@@ -185,7 +185,7 @@ def read_header(path: str) -> FileHeader:
         path=path,
         size=status.st_size,
         identity=(status.st_dev, status.st_ino),
-        in_memory=_is_in_memory(path),
+        in_memory=is_in_memory(path),
         metadata=metadata,
         tensors=tuple(tensors),
     )
@@ -240,7 +240,7 @@ def _nbytes(path: str, *, name: str, dtype: str, shape: tuple[int, ...]) -> int:
     return bits // 8
 
 
-def _is_in_memory(path: str) -> bool:
+def is_in_memory(path: str) -> bool:
     # os.statvfs does not tell the type; it is the first word of struct statfs, which
     # is 120 bytes on the 64-bit Linux machines that GPUs sit in.
     buffer = (ctypes.c_long * 32)()
