@@ -107,6 +107,29 @@ def test_ranks_share_the_bytes_and_all_get_every_tensor(
     assert max(sizes) < payload / ranks * 2
 
 
+def load_in_own_order(paths: list[Path], rank: int) -> list:
+    headers = [read_header(str(path)) for path in paths]
+    return load(make_plan(headers[rank:] + headers[:rank], stream=False))
+
+
+def test_ranks_that_list_the_files_in_another_order_get_the_same(
+    tmp_path: Path, small_units: None
+) -> None:
+    """Files staggered by rank, or listed by glob on two nodes; red when a rank takes
+    what a peer sends for what it has planned itself."""
+    paths = [tmp_path / f"{name}.safetensors" for name in "ab"]
+    official = {}
+    for salt, path in enumerate(paths):
+        tensors = [(f"{path.stem}.{name}", *rest) for name, *rest in TENSORS]
+        write_shard(path, tensors, salt=salt)
+        with safe_open(path, framework="pt") as file:
+            official.update({name: raw(file.get_tensor(name)) for name in file.keys()})
+    outcomes = on_ranks(tmp_path, functools.partial(load_in_own_order, paths))
+    assert [kind for kind, _ in outcomes] == ["result"] * 2
+    assert all(dict(pairs) == official for _, pairs in outcomes)
+    assert outcomes[0] == outcomes[1]
+
+
 def fail_on_rank(checkpoint: Path, failing: int, rank: int) -> list:
     planned = plan(checkpoint)
     if rank == failing:

@@ -110,13 +110,15 @@ def _read(
     group: dist.ProcessGroup | None,
     copied: Callable[[str], bool],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    fill = fill_spans
+    fill, entries = fill_spans, plan.of(Route.READ)
     if (
         group is not None
         and dist.get_world_size(group) > 1
         and plan.totals()[Route.READ].nbytes >= _LEAST_SHARED_BYTES
     ):
         fill = functools.partial(fill_together, group=group)
-    yield from read_tensors(plan.of(Route.READ), device, fill)
+        # Each rank may have been given the files in an order of its own.
+        entries.sort(key=lambda entry: entry.file.path)
+    yield from read_tensors(entries, device, fill)
     # Last, so that two streams of requests never compete for the disk.
     yield from host_tensors(plan.of(Route.HOST), copied)
