@@ -130,6 +130,48 @@ def test_ranks_that_list_the_files_in_another_order_get_the_same(
     assert outcomes[0] == outcomes[1]
 
 
+def most_ahead(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> int:
+    """The most bytes of spans that were allocated and not yielded yet."""
+    held = [0]
+    allocate = spans.Copier.allocate
+
+    def counting(self: spans.Copier, nbytes: int) -> torch.Tensor:
+        held.append(held[-1] + (nbytes if nbytes > 4 else 0))
+        return allocate(self, nbytes)
+
+    monkeypatch.setattr(spans.Copier, "allocate", counting)
+    made = spans.make_spans(plan(checkpoint).entries)
+    for span, _ in broadcast.fill_together(made, CPU, group=dist.group.WORLD):
+        held.append(held[-1] - span.nbytes)
+    assert held[-1] == 0
+    return max(held)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most"),
+    [
+        ([3000] * 4, 3000),
+        ([3000, 200, 200, 3000, 200], 3000),
+        ([1100, 300] * 6, 2000),
+        ([200] * 40, 2000),
+    ],
+)
+def test_memory_ahead_is_bounded_whatever_the_size_of_a_tensor(
+    tmp_path: Path,
+    small_units: None,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: list[int],
+    most: int,
+) -> None:
+    """Red when a second large tensor is allocated while the first is under way."""
+    monkeypatch.setattr(broadcast, "_MOST_BYTES", 2000)
+    path = tmp_path / "a.safetensors"
+    write_shard(path, [(f"t{i:02}", "U8", (size,)) for i, size in enumerate(sizes)])
+    outcomes = on_ranks(tmp_path, functools.partial(most_ahead, path, monkeypatch))
+    assert [kind for kind, _ in outcomes] == ["result"] * 2, outcomes
+    assert all(0 < found <= most for _, found in outcomes)
+
+
 def fail_on_rank(checkpoint: Path, failing: int, rank: int) -> list:
     planned = plan(checkpoint)
     if rank == failing:

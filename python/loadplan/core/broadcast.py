@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -31,6 +32,9 @@ from .spans import (
 _PIECES_PER_STRIPE = 4
 _STRIPES_PER_WINDOW = 4
 _WINDOWS_IN_FLIGHT = 2
+
+# Memory of spans that are not yielded yet; only a span that is larger may exceed it.
+_MOST_BYTES = 512 << 20
 
 _Stripe = tuple[Piece, ...]
 
@@ -53,11 +57,13 @@ def fill_together(
     windows: collections.deque[_Window] = collections.deque()
     with contextlib.closing(read_ahead(own, copier)) as ready:
         sender = _Sender(group, copier, ready)
-        for first in range(0, len(stripes), _STRIPES_PER_WINDOW):
-            owned = enumerate(stripes[first : first + _STRIPES_PER_WINDOW], start=first)
-            windows.append(sender.send((i % ranks, stripe) for i, stripe in owned))
-            if len(windows) == _WINDOWS_IN_FLIGHT:
+        for new in _make_windows(stripes):
+            while windows and not (
+                len(windows) < _WINDOWS_IN_FLIGHT
+                and _fits([s for window in windows for s in window.stripes], new)
+            ):
                 yield from sender.finish(windows.popleft())
+            windows.append(sender.send(new))
         while windows:
             yield from sender.finish(windows.popleft())
 
@@ -72,10 +78,32 @@ def _make_stripes(pieces: Iterable[Piece]) -> list[_Stripe]:
     return stripes
 
 
+def _make_windows(stripes: Iterable[_Stripe]) -> list[list[_Stripe]]:
+    """What is sent at once: fewer stripes where their spans take much memory."""
+    windows: list[list[_Stripe]] = []
+    for stripe in stripes:
+        last = windows[-1] if windows else []
+        if not 0 < len(last) < _STRIPES_PER_WINDOW or not _fits(last, [stripe]):
+            windows.append([])
+        windows[-1].append(stripe)
+    return windows
+
+
+def _fits(held: list[_Stripe], more: list[_Stripe]) -> bool:
+    """Whether ``more`` needs no new memory beside ``held``, or none above the bound."""
+    return _memory([*held, *more]) <= max(_memory(held), _MOST_BYTES)
+
+
+def _memory(stripes: Iterable[_Stripe]) -> int:
+    """Bytes of the spans that ``stripes`` lie in; a span is allocated whole."""
+    return sum({id(s[0].span): s[0].span.nbytes for s in stripes}.values())
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Window:
     """Broadcasts under way, the spans that they complete, and the word of the ranks."""
 
+    stripes: list[_Stripe]
     works: list[dist.Work]
     spans: list[tuple[Span, torch.Tensor]]
     word: torch.Tensor
@@ -92,17 +120,19 @@ class _Sender:
     ):
         self._group = group
         self._rank = dist.get_rank(group)
+        self._owners = itertools.cycle(range(dist.get_world_size(group)))
         self._copier = copier
         self._ready = ready
         self._failure: Exception | None = None
-        self._memory = copier.allocate(0)
+        self._memory: torch.Tensor | None = None
         self._listening = copier.another_stream()
 
-    def send(self, stripes: Iterable[tuple[int, _Stripe]]) -> _Window:
-        """Start the broadcasts of a window; each stripe comes with its owner's rank."""
+    def send(self, stripes: list[_Stripe]) -> _Window:
+        """Start the broadcasts of a window."""
         works, spans = [], []
         with self._copier.on_stream():
-            for owner, stripe in stripes:
+            for stripe in stripes:
+                owner = next(self._owners)
                 span, start, stop = stripe[0].span, stripe[0].start, stripe[-1].stop
                 if start == 0:
                     self._memory = self._copier.allocate(span.nbytes)
@@ -115,6 +145,7 @@ class _Sender:
                 )
                 if stop == span.nbytes:
                     spans.append((span, self._memory))
+                    self._memory = None
             word = self._copier.allocate(4).view(torch.int32)
             word.fill_(0 if self._failure is None else self._rank + 1)
             works.append(
@@ -122,7 +153,7 @@ class _Sender:
                     word, dist.ReduceOp.MAX, group=self._group, async_op=True
                 )
             )
-        return _Window(works, spans, word)
+        return _Window(stripes, works, spans, word)
 
     def _read(self, stripe: _Stripe) -> None:
         try:
