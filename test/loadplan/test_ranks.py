@@ -175,6 +175,24 @@ def test_rank_that_began_anew_is_not_taken_for_a_peer(tmp_path: Path) -> None:
         assert "one of them ended its load early" in text
 
 
+def test_own_failure_is_told_when_a_peer_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The exchange itself ends with an error; red when that hides the first cause."""
+
+    def lost(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("timed out")
+
+    def meet(rank: int) -> None:
+        monkeypatch.setattr(dist, "all_gather_object", lost)
+        missing = str(tmp_path / "gone.safetensors")
+        together(dist.group.WORLD, "the headers", lambda: rank or read_header(missing))
+
+    (own, text), (other, _) = on_ranks(tmp_path, meet)
+    assert (own, other) == ("LoadPlanError", "RuntimeError")
+    assert "no such file" in text
+
+
 def test_threads_are_shared_between_ranks_unless_each_has_its_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

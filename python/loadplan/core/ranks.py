@@ -59,8 +59,14 @@ def together(
     if failure is not None and not isinstance(failure, PeerFailure):
         told = f"{type(failure).__name__}: {failure}"
     answers: list[Any] = [None] * dist.get_world_size(group)
-    with _absent_ranks_named(group, step):
-        dist.all_gather_object(answers, (step, told, result), group=group)
+    try:
+        with _absent_ranks_named(group, step):
+            dist.all_gather_object(answers, (step, told, result), group=group)
+    except Exception as error:
+        # A rank is gone. What failed here came first.
+        if failure is not None:
+            raise failure from error
+        raise
     if told is not None:
         raise failure
     for rank, (at, text, _) in enumerate(answers):
