@@ -182,6 +182,15 @@ def test_small_view_does_not_keep_its_span_alive(tmp_path: Path) -> None:
     assert found["small"].untyped_storage().nbytes() == 100
 
 
+def test_default_device_of_the_consumer_does_not_matter(tmp_path: Path) -> None:
+    """Engines build models under ``torch.device(...)``; red when READ's buffers on
+    the host follow it."""
+    path = write_shard(tmp_path / "a.safetensors", [("x", "U8", (5,))])
+    with torch.device("meta"):
+        ((_, tensor),) = spans.read_tensors(planned(path), CPU)
+    assert bytes(tensor.numpy()) == path.read_bytes()[-5:]
+
+
 @pytest.mark.parametrize("end", ["error", "close"])
 def test_nothing_runs_on_after_an_error_or_an_early_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str

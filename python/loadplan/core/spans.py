@@ -219,7 +219,9 @@ class Copier:
         if not self._free and self._made < _PIECES_IN_FLIGHT:
             self._made += 1
             pinned = self._stream is not None
-            return torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=pinned)
+            return torch.empty(
+                _PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned
+            )
         if not self._free:
             event, buffer = self._copying.popleft()
             event.synchronize()
