@@ -196,6 +196,33 @@ def test_rank_that_cannot_read_is_named_on_all(
     assert f"rank {failing} of 2 failed: ShortFileError: {paths[failing]}" in text
 
 
+def without_room(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> list:
+    allocate = spans.Copier.allocate
+
+    def small_only(self: spans.Copier, nbytes: int) -> torch.Tensor:
+        if nbytes > 256:
+            raise torch.OutOfMemoryError("out of memory")
+        return allocate(self, nbytes)
+
+    if rank == 1:
+        monkeypatch.setattr(spans.Copier, "allocate", small_only)
+    return load(plan(checkpoint))
+
+
+def test_rank_without_memory_for_a_tensor_is_named_on_all(
+    tmp_path: Path,
+    checkpoint: Path,
+    small_units: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Red when a rank that is out of memory leaves its peers in a broadcast."""
+    target = functools.partial(without_room, checkpoint, monkeypatch)
+    peer, failing = on_ranks(tmp_path, target)
+    assert failing == ("OutOfMemoryError", "out of memory")
+    assert peer[0] == "LoadPlanError"
+    assert "rank 1 of 2 failed: OutOfMemoryError: out of memory" in peer[1]
+
+
 def alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> tuple:
     monkeypatch.setattr(broadcast.dist, "broadcast", lambda *a, **k: pytest.fail("!"))
     return counted(checkpoint, monkeypatch, rank)

@@ -2,8 +2,8 @@
 
 Spans are cut into stripes that the ranks own in turn. Every rank sends and receives all
 of them in one order, several ahead of what is yielded. A window of stripes ends with
-the word of every rank that its reads succeeded, so that one that failed still takes
-part until all know.
+the word of every rank that all went well, so that one that could not read, or had no
+memory, still takes part until all know.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def fill_together(
     same spans and take all of them.
 
     Raises:
-        PeerFailure: another rank could not read; that one raises what happened.
+        PeerFailure: another rank could not read, or had no memory for what it gets;
+            that one raises what happened.
     """
     stripes = _make_stripes(make_pieces(spans))
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -135,11 +136,14 @@ class _Sender:
                 owner = next(self._owners)
                 span, start, stop = stripe[0].span, stripe[0].start, stripe[-1].stop
                 if start == 0:
-                    self._memory = self._copier.allocate(span.nbytes)
+                    self._memory = self._room_for(span)
                 if owner == self._rank and self._failure is None:
                     self._read(stripe)
                 source = dist.get_global_rank(self._group, owner)
-                part = self._memory[start:stop]
+                if self._memory is None:
+                    part = self._copier.allocate(stop - start)
+                else:
+                    part = self._memory[start:stop]
                 works.append(
                     dist.broadcast(part, source, group=self._group, async_op=True)
                 )
@@ -154,6 +158,14 @@ class _Sender:
                 )
             )
         return _Window(stripes, works, spans, word)
+
+    def _room_for(self, span: Span) -> torch.Tensor | None:
+        """Memory for ``span``; without it this rank takes part stripe by stripe."""
+        try:
+            return self._copier.allocate(span.nbytes)
+        except Exception as error:
+            self._failure = self._failure or error
+            return None
 
     def _read(self, stripe: _Stripe) -> None:
         try:
@@ -173,7 +185,7 @@ class _Sender:
         if failed:
             raise self._failure or PeerFailure(
                 f"rank {failed - 1} of {dist.get_world_size(self._group)} could not "
-                "read its share of the checkpoint; its own error says why"
+                "read or hold its share of the checkpoint; its own error says why"
             )
         for span, memory in window.spans:
             self._copier.lend(memory)
