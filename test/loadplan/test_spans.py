@@ -223,3 +223,22 @@ def test_nothing_runs_on_after_an_error_or_an_early_stop(
             list(weights)
     assert running == [0]
     assert reader_pool().submit(lambda: 7).result() == 7
+
+
+def test_refused_pinned_memory_costs_speed_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under a limit of locked memory; red when the load dies, or says nothing."""
+    copier = spans.Copier(CPU)
+    copier._pinned = True
+    empty = torch.empty
+
+    def refuse(*shape: int, pin_memory: bool = False, **options: object):
+        if pin_memory:
+            raise RuntimeError("CUDA error: OS call failed")
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    assert copier.take_buffer().nbytes == copier.take_buffer().nbytes
+    (record,) = caplog.records
+    assert "without pinned memory: CUDA error: OS call failed" in record.getMessage()

@@ -11,12 +11,15 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
 from .plan import PlannedTensor
 from .read import OpenFile, bytes_of, reader_pool
+
+logger = logging.getLogger(__name__)
 
 # Pinned memory is pieces in flight times their size: 128 MiB.
 _PIECE_BYTES = 8 << 20
@@ -202,6 +205,7 @@ class Copier:
         self._made = 0
         probe = device_buffer(0, device)
         self._stream = torch.cuda.Stream(device) if probe.is_cuda else None
+        self._pinned = self._stream is not None
 
     def another_stream(self) -> contextlib.AbstractContextManager:
         """A stream that waits for nothing of this one."""
@@ -218,15 +222,24 @@ class Copier:
         """A host buffer that nothing reads any more."""
         if not self._free and self._made < _PIECES_IN_FLIGHT:
             self._made += 1
-            pinned = self._stream is not None
-            return torch.empty(
-                _PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned
-            )
+            return self._make_buffer()
         if not self._free:
             event, buffer = self._copying.popleft()
             event.synchronize()
             self._free.append(buffer)
         return self._free.pop()
+
+    def _make_buffer(self) -> torch.Tensor:
+        options = {"dtype": torch.uint8, "device": "cpu"}
+        if self._pinned:
+            try:
+                return torch.empty(_PIECE_BYTES, pin_memory=True, **options)
+            except RuntimeError as error:  # A limit of locked memory.
+                logger.warning(
+                    "Copies will be slower, without pinned memory: %s", error
+                )
+                self._pinned = False
+        return torch.empty(_PIECE_BYTES, **options)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         with self.on_stream():

@@ -97,7 +97,7 @@ def _unindexed_files(
     for path in sorted(set(present) - set(hf_weights_files)):
         try:
             tensors = read_header(path).tensors
-        except LoadPlanError as error:
+        except (LoadPlanError, OSError) as error:
             logger.warning("Not searched for weights of the draft: %s", error)
             continue
         if any(tensor.name not in index and wanted(tensor.name) for tensor in tensors):
