@@ -34,27 +34,42 @@ _TOO_MUCH = "#B00020"
 _GIB = 1 << 30
 
 
-def draw(inspection: Inspection, path: Path) -> None:
-    """Write the picture to ``path``; the ending chooses the format.
+def check(path: Path) -> None:
+    """Refuse, before any work is done, a picture that could not be written.
 
     Raises:
-        LoadPlanError: matplotlib is missing, or does not know the ending.
+        LoadPlanError: matplotlib or the folder is missing, or the ending is unknown.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
     except ImportError as error:
         raise LoadPlanError(
             f"{path}: cannot be drawn ({error}), expected matplotlib; 'pip install "
             "matplotlib' or leave --plot out"
         ) from error
-    loads = inspection.loads
-    figure = Figure(figsize=(13, 1.2 + 4.3 * len(loads)), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    if path.suffix.lstrip(".").lower() not in canvas.get_supported_filetypes():
+    if path.suffix.lstrip(".").lower() not in FigureCanvasAgg.filetypes:
         raise LoadPlanError(
             f"{path}: ends in {path.suffix!r}, expected an image like FILE.png"
         )
+    if not path.parent.is_dir():
+        raise LoadPlanError(
+            f"{path}: no folder {str(path.parent)!r}, expected one; make it first"
+        )
+
+
+def draw(inspection: Inspection, path: Path) -> None:
+    """Write the picture to ``path``, which ``check`` accepts; the ending is its format.
+
+    Raises:
+        LoadPlanError: see ``check``.
+    """
+    check(path)
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    loads = inspection.loads
+    figure = Figure(figsize=(13, 1.2 + 4.3 * len(loads)), layout="constrained")
+    FigureCanvasAgg(figure)
     figure.suptitle(_title(inspection), fontsize=15, fontweight="bold")
     rows = figure.subplots(len(loads), 3, squeeze=False, width_ratios=(1.15, 1, 1))
     for load, (routes, gpu, host) in zip(loads, rows, strict=True):

@@ -455,6 +455,16 @@ def test_picture_shows_the_routes_in_proportion(parent: Path, tmp_path: Path) ->
     assert shown == pytest.approx(meant, rel=0.2)
 
 
+def test_picture_that_cannot_be_written_is_refused_first(
+    parent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when the report is printed before the error."""
+    picture = str(tmp_path / "missing" / "plan.png")
+    assert cli.main(["inspect", str(parent / "mixed"), "--plot", picture]) == 1
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith(f"ERROR {picture}: no folder")
+
+
 def test_picture_needs_matplotlib_and_a_known_ending(
     parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,6 +472,8 @@ def test_picture_needs_matplotlib_and_a_known_ending(
     inspection = look(parent / "mixed")
     with pytest.raises(LoadPlanError, match="ends in '.doc', expected an image"):
         inspection_plot.draw(inspection, tmp_path / "plan.doc")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(LoadPlanError, match="no folder '.*missing', expected one"):
+        inspection_plot.draw(inspection, tmp_path / "missing" / "plan.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(LoadPlanError, match="pip install matplotlib"):
         inspection_plot.draw(inspection, tmp_path / "plan.png")

@@ -71,6 +71,10 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from ..inspection import Machine, inspect
 
+    if arguments.plot is not None:
+        from .. import inspection_plot
+
+        inspection_plot.check(arguments.plot)
     with _no_collection():
         inspection = inspect(
             arguments.checkpoint,
@@ -88,8 +92,6 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         _show(common.console(), inspection)
     if arguments.plot is not None:
-        from .. import inspection_plot
-
         inspection_plot.draw(inspection, arguments.plot)
         print(f"{arguments.plot}: drawn", file=sys.stderr)
     if inspection.verdict("plan") is False:
