@@ -18,7 +18,6 @@ from .core import (
     LoadPlan,
     LoadPlanError,
     PlannedTensor,
-    Route,
     RouteTotal,
     make_plan,
 )
@@ -228,15 +227,17 @@ class _Loads:
             "table_share": placement.host_share(machine.nodes),
             "limit": machine.host_memory,
         }
-        readers = machine.tp // machine.nodes if plan.of(Route.READ) else 0
+        ranks = machine.tp // machine.nodes
         return plan, Load(
             what=what,
             routes={route.value: total for route, total in plan.totals().items()},
             stock_bytes=sum(file.payload_bytes for file in headers),
             stock_gpu=memory.stock_gpu(headers, **gpu),
             plan_gpu=memory.plan_gpu(plan, tp=machine.tp, **gpu),
-            stock_host=memory.host(tables, readers=0, **host),
-            plan_host=memory.host(tables, readers=readers, **host),
+            stock_host=memory.host(tables, buffers=0, **host),
+            plan_host=memory.host(
+                tables, buffers=ranks * memory.read_buffers(plan), **host
+            ),
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .core import LoadPlanError
-from .memory import BUFFERS, RING, TABLES, WEIGHTS, WHOLE
+from .memory import ARRIVING, BUFFERS, RING, TABLES, WEIGHTS
 from .units import gib
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _ROUTES = {
 _PARTS = {
     WEIGHTS: "#009E73",
     RING: "#D55E00",
-    WHOLE: "#CC79A7",
+    ARRIVING: "#CC79A7",
     TABLES: "#E69F00",
     BUFFERS: "#999999",
 }

@@ -19,6 +19,7 @@ from .core import (
     small_io_depth,
 )
 from .core.ring import ring_bytes
+from .core.spans import Span, make_pieces, make_spans
 from .units import gib
 
 # What InstantTensor keeps in flight by itself, over all ranks: on disk, in memory (at
@@ -27,12 +28,16 @@ _READ_BYTES = 8 << 20
 _RING = 512 * _READ_BYTES
 _RING_IN_MEMORY = 192 << 20
 
-# Pinned buffers of one rank, where tensors are read one by one.
-_READ_BUFFERS = 128 << 20
+# READ: pinned buffers of one rank, each for a piece. On the GPU a span is filled while
+# the last one is used; ranks that share much keep more of them under way.
+_PIECE_BYTES = 8 << 20
+_MOST_PIECES = 16
+_SHARED_BYTES = 512 << 20
+_SHARED_SPANS = 256 << 20
 
 WEIGHTS = "weights, about"
 RING = "InstantTensor's ring"
-WHOLE = "one whole tensor"
+ARRIVING = "tensors on arrival"
 TABLES = "Engram tables"
 BUFFERS = "read buffers"
 
@@ -97,16 +102,36 @@ def plan_gpu(plan: LoadPlan, *, weights: int, tp: int, limit: int | None) -> Mem
             plan.of(Route.STREAM), key=lambda e: (e.file.path, e.tensor.begin)
         )
     ]
-    apart = [entry.tensor for entry in plan.of(Route.READ)]
     return _gpu(
-        streamed, apart=apart, weights=weights, in_flight=in_flight, limit=limit
+        streamed,
+        apart=[entry.tensor for entry in plan.of(Route.READ)],
+        spans=span_bytes(make_spans(plan.of(Route.READ)), tp=tp),
+        weights=weights,
+        in_flight=in_flight,
+        limit=limit,
     )
+
+
+def span_bytes(spans: Sequence[Span], *, tp: int) -> int:
+    """What READ takes of a GPU at once, beside the weights."""
+    total = sum(span.nbytes for span in spans)
+    under_way = 2 * max((span.nbytes for span in spans), default=0)
+    if tp > 1 and total >= _SHARED_BYTES:
+        under_way = max(under_way, _SHARED_SPANS)
+    return min(total, under_way)
+
+
+def read_buffers(plan: LoadPlan) -> int:
+    """Host memory of one rank that READ goes through."""
+    pieces = sum(1 for _ in make_pieces(make_spans(plan.of(Route.READ))))
+    return min(pieces, _MOST_PIECES) * _PIECE_BYTES
 
 
 def _gpu(
     streamed: Sequence[TensorHeader],
     *,
     apart: Sequence[TensorHeader] = (),
+    spans: int = 0,
     weights: int,
     in_flight: int,
     limit: int | None,
@@ -116,23 +141,29 @@ def _gpu(
     if allowed is not None:
         # Reads in flight give way to the budget, a ring for the tensors does not.
         in_flight = min(in_flight, allowed)
-    arriving = [*streamed, *apart]
-    whole = max((tensor.nbytes for tensor in arriving), default=0)
-    parts = {WEIGHTS: weights, RING: max(needed, in_flight), WHOLE: whole}
-    problem = ""
+    ring = max(needed, in_flight)
+    whole = max((tensor.nbytes for tensor in streamed), default=0)
+    # READ begins when the ring is gone: only what it takes beyond it comes on top.
+    parts = {WEIGHTS: weights, RING: ring, ARRIVING: max(spans - ring, whole)}
+    problem, blamed = "", streamed
     if limit is not None:
         if weights > limit:
+            blamed = [*streamed, *apart]
             problem = f"the weights alone take {gib(weights)} of {gib(limit)}"
         elif needed > allowed:
             problem = (
                 f"InstantTensor's ring needs {gib(needed)} for it and may take "
                 f"{gib(allowed)}, half of what the weights leave"
             )
+        elif sum(parts.values()) > limit and spans - ring > whole:
+            blamed = apart
+            problem = f"it is read with others, {gib(spans)} at once beside the weights"
         elif sum(parts.values()) > limit:
             problem = f"it arrives whole, {gib(whole)}, beside the weights and the ring"
     breaks = ""
     if problem:
-        breaks = next((t.name for t in arriving if t.nbytes == whole), "the model")
+        largest = max(blamed, key=lambda tensor: tensor.nbytes, default=None)
+        breaks = "the model" if largest is None else largest.name
     return Memory(parts=parts, limit=limit, breaks=breaks, problem=problem)
 
 
@@ -140,21 +171,21 @@ def host(
     tables: Sequence[TensorHeader],
     *,
     table_share: float,
-    readers: int,
+    buffers: int,
     limit: int | None,
 ) -> Memory:
-    """One host: its share of the tables, and buffers of ``readers`` ranks."""
+    """One host: its share of the tables, and ``buffers`` bytes of all its ranks."""
     parts = {
         TABLES: int(sum(tensor.nbytes for tensor in tables) * table_share),
-        BUFFERS: readers * _READ_BUFFERS,
+        BUFFERS: buffers,
     }
     breaks = problem = ""
     if limit is not None and sum(parts.values()) > limit:
         problem = f"the host needs {gib(sum(parts.values()))} and has {gib(limit)}"
-        breaks, filled = "the read buffers", parts[BUFFERS]
+        breaks, filled = "the read buffers", 0
         for tensor in tables:
-            breaks = tensor.name
             filled += int(tensor.nbytes * table_share)
             if filled > limit:
+                breaks = tensor.name
                 break
     return Memory(parts=parts, limit=limit, breaks=breaks, problem=problem)

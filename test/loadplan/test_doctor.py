@@ -301,8 +301,8 @@ def test_needs_are_what_inspect_says(tmp_path: Path, monkeypatch) -> None:
         draft=None,
         pin=1,
     )
-    # The table, and each rank's buffers for what shares its file.
-    assert need.host_bytes == (1 << 20) + 2 * (128 << 20)
+    # The table, and each rank's one buffer for what shares its file.
+    assert need.host_bytes == (1 << 20) + 2 * (8 << 20)
     assert (need.shard, need.layout, need.ranks) == (str(shard), "shared", 2)
 
 

@@ -15,7 +15,7 @@ from files import write_shard
 
 from loadplan import cli, inspection_plot, memory, placement, synth
 from loadplan.checkpoint import read_checkpoint
-from loadplan.core import LoadPlanError, Route, header
+from loadplan.core import LoadPlanError, Route, broadcast, header, spans, stream
 from loadplan.inspection import Inspection, Machine, inspect
 
 ROOT = Path(__file__).parents[2]
@@ -239,16 +239,61 @@ def test_memory_adds_up(tables: Path) -> None:
     weights = MIB + 4096
     assert load.plan_gpu.parts[memory.WEIGHTS] == weights
     assert load.stock_gpu.parts[memory.WEIGHTS] == weights
-    assert load.plan_gpu.parts[memory.WHOLE] == MIB
-    assert load.stock_gpu.parts[memory.WHOLE] == 64 * MIB
+    assert load.plan_gpu.parts[memory.ARRIVING] == MIB
+    assert load.stock_gpu.parts[memory.ARRIVING] == 64 * MIB
     # The norm shares the table's file, so it is read apart, by both ranks.
     assert load.routes["read"].nbytes == 4096
     assert load.plan_host.parts == {
         memory.TABLES: 64 * MIB,
-        memory.BUFFERS: 2 * 128 * MIB,
+        memory.BUFFERS: 2 * 8 * MIB,
     }
     assert load.stock_host.parts[memory.BUFFERS] == 0
     assert load.plan_gpu.fits is None
+
+
+@pytest.mark.parametrize(
+    ("mib", "tp", "buffers", "arriving"),
+    [(20, 1, 24, 20), (80, 1, 80, 64), (600, 1, 128, 64), (600, 2, 128, 256)],
+)
+def test_memory_of_tensors_that_are_read_apart(
+    tmp_path: Path, mib: int, tp: int, buffers: int, arriving: int
+) -> None:
+    """By the core's own spans and pieces; red when a small read seems a large one."""
+    tensors = [(f"w{i}", "U8", (4, MIB)) for i in range(mib // 4)]
+    path = write_shard(
+        tmp_path / "a.safetensors", tensors, metadata={"format": "mlx"}, payload=b""
+    )
+    os.truncate(path, path.stat().st_size + mib * MIB)
+    (load,) = look(tmp_path, tp=tp).loads
+    assert load.routes["read"].nbytes == mib * MIB
+    assert load.plan_gpu.parts[memory.RING] == 0
+    assert load.plan_gpu.parts[memory.ARRIVING] == arriving * MIB
+    assert load.plan_host.parts[memory.BUFFERS] == tp * buffers * MIB
+    # What inspect counts is what the core does.
+    assert memory._PIECE_BYTES == spans._PIECE_BYTES
+    assert memory._MOST_PIECES == spans._PIECES_IN_FLIGHT
+    assert memory._SHARED_BYTES == stream._LEAST_SHARED_BYTES
+    pieces = broadcast._PIECES_PER_STRIPE * broadcast._STRIPES_PER_WINDOW
+    shared = broadcast._WINDOWS_IN_FLIGHT * pieces * spans._PIECE_BYTES
+    assert memory._SHARED_SPANS == shared
+
+
+def test_buffers_that_break_the_host_are_named(tables: Path) -> None:
+    """Red when a table is blamed that would fit by itself."""
+    (load,) = look(tables, tp=2, host_memory=70 * MIB).loads
+    assert load.plan_host.breaks == "the read buffers"
+
+
+def test_spans_that_break_the_gpu_are_named(tmp_path: Path) -> None:
+    """Red when a GPU seems to hold the weights and no more than one of them."""
+    tensors = [(f"w{i}", "U8", (4, MIB)) for i in range(20)]
+    path = write_shard(
+        tmp_path / "a.safetensors", tensors, metadata={"format": "mlx"}, payload=b""
+    )
+    os.truncate(path, path.stat().st_size + 80 * MIB)
+    (load,) = look(tmp_path, gpu_memory=140 * MIB).loads
+    assert load.plan_gpu.breaks == "w0"
+    assert "64.00 MiB at once beside the weights" in load.plan_gpu.problem
 
 
 def test_table_that_breaks_the_stock_gpu_is_named(tables: Path) -> None:
