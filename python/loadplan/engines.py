@@ -190,7 +190,8 @@ def environment_root(target: Target) -> Path:
 def importable_root(target: Target) -> Path | None:
     """Where ``import`` would take the engine from, None if from nowhere."""
     spec = importlib.util.find_spec(target.package)
-    if spec is None or not spec.submodule_search_locations:
+    # A folder without a module of its own, like this repository's glue, is no engine.
+    if spec is None or spec.origin is None or not spec.submodule_search_locations:
         return None
     return Path(list(spec.submodule_search_locations)[0]).parent
 

@@ -186,6 +186,16 @@ def test_release_without_patches_is_refused_with_the_known_ones(
             refuse()
 
 
+def test_folder_without_a_module_is_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a clone of loadplan; red when its glue is taken for the engine."""
+    (tmp_path / "sglang" / "srt").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "sglang", raising=False)
+    assert engines.importable_root(TARGET) is None
+
+
 def test_running_engine_is_found_by_name_and_mapped_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
