@@ -16,15 +16,20 @@ from pathlib import Path
 import pytest
 from engine_tree import make_tree
 
-from loadplan import cli
+from loadplan import cli, engines
 from loadplan.doctor import Need, memory
 
 ROOT = Path(__file__).parents[2]
-ENGINE = ROOT / "build" / "engines" / "sglang" / "patched"
+ENGINES = ROOT / "build" / "engines"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 # These are worked through from top to bottom, by a reader and by this test.
-RUN = ("start-here.md", "operators-sglang.md", "upstreaming.md")
+RUN = (
+    "start-here.md",
+    "operators-sglang.md",
+    "operators-tokenspeed.md",
+    "upstreaming.md",
+)
 NEEDS = re.compile(r"needs a GPU|needs a clone|as root")
 BLOCK = re.compile(r"(?:^ {4,}\S.*\n)+", re.MULTILINE)
 
@@ -146,7 +151,8 @@ def test_every_command_is_understood(page: Path) -> None:
 def test_page_can_be_worked_through(name: str, tmp_path: Path) -> None:
     """From an empty folder; red when a command fails that says it needs nothing."""
     site = tmp_path / "site"
-    make_tree(site)
+    for target in engines.load_targets().values():
+        make_tree(site, target=target)
     folder = tmp_path / "work"
     folder.mkdir()
     ran = 0
@@ -155,7 +161,10 @@ def test_page_can_be_worked_through(name: str, tmp_path: Path) -> None:
         if only_parsed or words[0] != "loadplan":
             continue
         # Loads run the whole engine, patches change a small tree of it.
-        engine = ENGINE if words[1] == "load" else site
+        engine = site
+        if words[1] == "load":
+            name = words[words.index("--engine") + 1] if "--engine" in words else ""
+            engine = ENGINES / (name or "sglang") / "patched"
         environment = os.environ | {"PYTHONPATH": f"{ROOT / 'python'}:{engine}"}
         result = subprocess.run(
             [sys.executable, "-m", *words],
@@ -167,6 +176,15 @@ def test_page_can_be_worked_through(name: str, tmp_path: Path) -> None:
         assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
         ran += 1
     assert ran >= 1
+
+
+def test_every_engine_has_its_pages() -> None:
+    """Red when patches for an engine come without a guide, or README leaves it out."""
+    for name, target in engines.load_targets().items():
+        assert (ROOT / "docs" / f"operators-{name}.md").exists()
+        for page in ("README.md", "docs/start-here.md", f"docs/operators-{name}.md"):
+            text = (ROOT / page).read_text().lower()
+            assert f"{name} {target.version}" in text, page
 
 
 def test_pages_lead_to_each_other() -> None:
