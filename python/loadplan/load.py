@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib
+import json
 import os
 import time
 import warnings
@@ -366,10 +367,18 @@ def check_checkpoint(checkpoint: Path) -> None:
     """Refuse early what no loader can open.
 
     Raises:
-        LoadPlanError: not a folder, or no config.json in it.
+        LoadPlanError: not a folder, or no config.json in it that can be read.
     """
-    if not (checkpoint / "config.json").is_file():
+    config = checkpoint / "config.json"
+    if not config.is_file():
         raise LoadPlanError(
             f"{checkpoint}: no config.json, expected a folder with a checkpoint; "
             "'loadplan synth DIR' makes one"
         )
+    try:
+        json.loads(config.read_bytes())
+    except ValueError as error:
+        raise LoadPlanError(
+            f"{config}: not JSON ({error}), expected a model's configuration; "
+            "download the file again"
+        ) from error

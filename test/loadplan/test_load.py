@@ -17,7 +17,7 @@ from files import write_shard
 from safetensors.torch import load_file
 
 from loadplan import load, synth
-from loadplan.core import LoadPlan, make_plan, read_headers
+from loadplan.core import LoadPlan, LoadPlanError, make_plan, read_headers
 from loadplan.digests import Digests
 from loadplan.peaks import Watch
 
@@ -85,6 +85,15 @@ def checkpoint(tmp_path: Path) -> Path:
 def plan_of(checkpoint: Path) -> LoadPlan:
     headers = read_headers([str(checkpoint / "model.safetensors")])
     return make_plan(headers, host_resident_weight_patterns=[".engram.embed."])
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\xff"])
+def test_damaged_configuration_is_named(tmp_path: Path, content: bytes) -> None:
+    """Red when the error is the parser's alone, without a file."""
+    config = tmp_path / "config.json"
+    config.write_bytes(content)
+    with pytest.raises(LoadPlanError, match=r"config\.json: not JSON .*, expected"):
+        load.check_checkpoint(tmp_path)
 
 
 def test_phases_and_seconds_add_up(checkpoint: Path) -> None:
