@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 
@@ -215,6 +216,29 @@ def test_bare_string_as_patterns_is_refused() -> None:
     """Red when every letter of it becomes a pattern and all stays on the host."""
     with pytest.raises(LoadPlanError, match="expected a tuple of strings"):
         make_plan([header("a", ("x", "U8", (4,)))], host_resident_weight_patterns=".e.")
+
+
+def test_pattern_is_a_substring_or_a_regular_expression() -> None:
+    """Red when the letters of a substring count as an expression, or the reverse."""
+    names = ["a.b", "axb", "t.1.weight", "t.x.weight", "t.1.weight_scale"]
+    files = [header("f", *((name, "U8", (4,)) for name in names))]
+    patterns = ("a.b", re.compile(r"t\.[0-9]+\.weight$"))
+    found = routes(files, host_resident_weight_patterns=patterns)
+    on_host = [name for (_, name), route in found.items() if route is Route.HOST]
+    assert on_host == ["a.b", "t.1.weight"]
+
+
+def test_file_with_a_weight_that_some_ranks_leave_out_is_read() -> None:
+    """Red when ranks that want different tensors meet in one collective read."""
+    files = [
+        header("mixed", ("expert.1", "U8", (4,)), ("dense", "U8", (4,))),
+        header("clean", ("other", "U8", (4,))),
+    ]
+    plan = make_plan(files, rank_filtered_weight=lambda n: n.startswith("expert."))
+    assert plan.stream_files == ["clean"]
+    assert [e.tensor.name for e in plan.of(Route.READ)] == ["expert.1", "dense"]
+    # Each rank drops its own part later: the plan is the same on all of them.
+    assert plan.promised == {"expert.1", "dense", "other"}
 
 
 def test_checkpoint_without_tensors_is_refused() -> None:

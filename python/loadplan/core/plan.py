@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .header import FileHeader, LoadPlanError, TensorHeader
@@ -108,8 +109,9 @@ def make_plan(
     files: Sequence[FileHeader],
     *,
     weight_map: Mapping[str, str] | None = None,
-    host_resident_weight_patterns: Iterable[str] = (),
+    host_resident_weight_patterns: Iterable[str | re.Pattern[str]] = (),
     wanted_weight: Callable[[str], bool] | None = None,
+    rank_filtered_weight: Callable[[str], bool] | None = None,
     device_budget: int | None = None,
     old_reader: bool = False,
     stream: bool = True,
@@ -117,10 +119,12 @@ def make_plan(
     """Decide the route of every tensor in ``files``, given in the engine's order.
 
     ``weight_map`` is the index, tensor name to path. The patterns are substrings of the
-    names that stay in host memory; ``wanted_weight`` tells the names that the model
-    will use, None wants all. ``device_budget`` is the most bytes that InstantTensor's
-    ring may take, None sets no limit; ``old_reader`` says that InstantTensor is older
-    than 0.2 on some rank. Without ``stream`` what would be STREAM is READ.
+    names that stay in host memory, or regular expressions that are found in them;
+    ``wanted_weight`` tells the names that the model will use, None wants all.
+    ``rank_filtered_weight`` tells those that some ranks leave out, None means none.
+    ``device_budget`` is the most bytes that InstantTensor's ring may take, None sets no
+    limit; ``old_reader`` says that InstantTensor is older than 0.2 on some rank.
+    Without ``stream`` what would be STREAM is READ.
 
     Raises:
         LoadPlanError: no tensor at all, a name with two owners, or an index that does
@@ -132,7 +136,10 @@ def make_plan(
             f"host_resident_weight_patterns is {host_resident_weight_patterns!r}, "
             "expected a tuple of strings; every letter would be a pattern"
         )
-    patterns = tuple(host_resident_weight_patterns)
+    patterns = [
+        re.compile(re.escape(pattern)) if isinstance(pattern, str) else pattern
+        for pattern in host_resident_weight_patterns
+    ]
     # Before anything is decided: what a load is checked against.
     promised = frozenset(
         tensor.name
@@ -161,7 +168,7 @@ def make_plan(
                 "and safetensors cannot load; use a checkpoint that stores it packed "
                 "in bytes",
             )
-        if any(pattern in tensor.name for pattern in patterns):
+        if any(pattern.search(tensor.name) for pattern in patterns):
             return Route.HOST, "host-resident"
         return Route.STREAM, ""
 
@@ -174,7 +181,9 @@ def make_plan(
         if not stream:
             return {file.path: "LOADPLAN_STREAM_READER=read" for file in files}
         found = {
-            file.path: _obstacle(file, routed[file.path], owners, old_reader)
+            file.path: _obstacle(
+                file, routed[file.path], owners, old_reader, rank_filtered_weight
+            )
             for file in files
         }
         return found | _minority_medium(
@@ -246,6 +255,7 @@ def _obstacle(
     routed: _Routed,
     owners: Mapping[str, FileHeader],
     old_reader: bool,
+    rank_filtered_weight: Callable[[str], bool] | None,
 ) -> str:
     """Why InstantTensor may not stream ``file`` whole, empty if it may."""
     # Facts about InstantTensor 0.2.2 behind the checks: it refuses a foreign format,
@@ -260,6 +270,8 @@ def _obstacle(
     for tensor, route, _ in routed:
         if route is Route.HOST:
             return "shares its file with tensors that stay on the host"
+        if rank_filtered_weight is not None and rank_filtered_weight(tensor.name):
+            return "shares its file with weights that some ranks leave out"
         if tensor.is_sub_byte:
             return f"sub-byte dtype {tensor.dtype} in its file"
         if tensor.nbytes == 0:
