@@ -112,6 +112,14 @@ def fake_gpu(
         yield record
 
 
+class _CudaError(int):
+    """A status as PyTorch's enumeration gives it: engines ask for either form."""
+
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
 class _Cudart:
     """The part of `torch.cuda.cudart()` that pins memory which is already mapped."""
 
@@ -119,9 +127,9 @@ class _Cudart:
         self._record = record
         self._limit = limit
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> _CudaError:
         fails = self._limit is not None and nbytes > self._limit
-        error = _CUDA_ERROR_MEMORY_ALLOCATION if fails else 0
+        error = _CudaError(_CUDA_ERROR_MEMORY_ALLOCATION if fails else 0)
         self._record.host_registrations.append(
             HostRegistration(address, nbytes, flags, error)
         )
@@ -156,7 +164,35 @@ def _sglang_patches() -> list[tuple[Any, str, Any]]:
     ]
 
 
-_ENGINE_PATCHES = {"sglang": _sglang_patches}
+def _vllm_patches() -> list[tuple[Any, str, Any]]:
+    loader = "vllm.model_executor.model_loader"
+    modules = [
+        _module(f"{loader}.{name}") for name in ("weight_utils", "planned_weights")
+    ]
+    return [
+        (module, "current_platform", _CudaPlatform(module.current_platform))
+        for module in modules
+        if module is not None
+    ]
+
+
+class _CudaPlatform:
+    """vLLM's platform for the code that loads; the engine keeps its own."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+
+_ENGINE_PATCHES = {"sglang": _sglang_patches, "vllm": _vllm_patches}
 
 
 def _module(name: str) -> types.ModuleType | None:
