@@ -28,6 +28,7 @@ RUN = (
     "start-here.md",
     "operators-sglang.md",
     "operators-tokenspeed.md",
+    "operators-vllm.md",
     "upstreaming.md",
 )
 NEEDS = re.compile(r"needs a GPU|needs a clone|as root")
