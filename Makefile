@@ -40,9 +40,15 @@ demo: setup
 	$(RUN) -m loadplan synth build/demo --size 64M --mixed-engram
 	$(RUN) -m loadplan load build/demo --engine-dir $(ENGINES)/sglang/patched
 
-# pytest's closing line stays the last one: a module's complaint at exit is muted.
+# An engine's tests have a process of their own: engines register model configurations
+# of one name with transformers. pytest's closing line stays the last one: a module's
+# complaint at exit is muted.
+PYTEST = PYTHONWARNINGS=ignore::DeprecationWarning PYTHONPATH=$(CURDIR)/$(ENGINES)/$(1)/patched:$(CURDIR)/python $(VENV)/bin/python -m pytest -q -n $(JOBS)
+
 test: setup
-	PYTHONWARNINGS=ignore::DeprecationWarning PYTHONPATH=$$(printf '%s:' $(CURDIR)/$(ENGINES)/*/patched)$(CURDIR)/python $(VENV)/bin/python -m pytest -q -n $(JOBS) test
+	$(call PYTEST,tokenspeed) test/tokenspeed test/loadplan/test_tokenspeed.py
+	$(call PYTEST,vllm) test/vllm test/end_to_end
+	$(call PYTEST,sglang) test/loadplan test/registered test/proof --ignore=test/loadplan/test_tokenspeed.py
 
 # The tests that touch InstantTensor and CUDA, on the real ones. Needs a GPU, the
 # released SGLang's own requirements and a patched tree of it, TREE.
