@@ -201,6 +201,8 @@ def start(*arguments: object, **options) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # What runs in the background ignores it, and hands that on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
