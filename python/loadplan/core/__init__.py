@@ -18,6 +18,7 @@ from .plan import (
 )
 from .ranks import Machine, plan_together, together
 from .read import SafetensorsRowSource, ShortFileError
+from .report import log_plan
 from .ring import ring_budget, small_io_depth
 from .stream import run_plan
 
@@ -36,6 +37,7 @@ __all__ = [
     "TensorHeader",
     "UnloadableTensorError",
     "VERSION",
+    "log_plan",
     "make_plan",
     "plan_together",
     "read_header",

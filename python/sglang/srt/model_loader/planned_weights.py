@@ -33,6 +33,7 @@ from sglang.srt.model_loader.loadplan import (
     LoadPlanError,
     Machine,
     Route,
+    log_plan,
     plan_together,
     ring_budget,
     run_plan,
@@ -93,7 +94,7 @@ def planned_weights_iterator(
         options=options,
         group=group,
     )
-    _log_plan(plan)
+    log_plan(plan, engine="SGLang", version=VERSION, logger=logger)
 
     def stream_files(files: List[str]) -> Iterator[Tuple[str, torch.Tensor]]:
         depth = small_io_depth(
@@ -200,26 +201,3 @@ def _is_refused(hf_weights_files: List[str]) -> bool:
     except ImportError:
         return True
     return False
-
-
-def _log_plan(plan: LoadPlan) -> None:
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-        return
-    stream = plan.totals()[Route.STREAM]
-    logger.info(
-        "This SGLang is patched by loadplan %s (LOADPLAN_DISABLE=1 turns it off): "
-        "InstantTensor streams %d files, %d tensors, %.2f GiB.",
-        VERSION,
-        stream.files,
-        stream.tensors,
-        stream.nbytes / 2**30,
-    )
-    for (route, reason), total in plan.departures().items():
-        logger.info(
-            "loadplan: %s %d tensors of %d files, %.2f GiB: %s",
-            route.value,
-            total.tensors,
-            total.files,
-            total.nbytes / 2**30,
-            reason,
-        )

@@ -44,8 +44,8 @@ from tokenspeed.runtime.model_loader.loadplan import (
     LoadPlan,
     LoadPlanError,
     Machine,
-    Route,
     UnloadableTensorError,
+    log_plan,
     plan_together,
     read_index,
     ring_budget,
@@ -114,7 +114,7 @@ def planned_weights_iterator(
         # The format's own iterator knows what to tell about a sub-byte dtype.
         stream_weights([error.path], process_group=process_group)
         raise
-    _log_plan(plan)
+    log_plan(plan, engine="TokenSpeed", version=VERSION, logger=logger)
 
     def stream_files(files: list[str]) -> NamedTensors:
         depth = small_io_depth(
@@ -211,19 +211,3 @@ def _is_refused(hf_weights_files: list[str]) -> bool:
     except ImportError:
         return True
     return False
-
-
-def _log_plan(plan: LoadPlan) -> None:
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-        return
-    stream = plan.totals()[Route.STREAM]
-    logger.info(
-        f"This TokenSpeed is patched by loadplan {VERSION} (LOADPLAN_DISABLE=1 turns "
-        f"it off): InstantTensor streams {stream.files} files, {stream.tensors} "
-        f"tensors, {stream.nbytes / 2**30:.2f} GiB.",
-    )
-    for (route, reason), total in plan.departures().items():
-        logger.info(
-            f"loadplan: {route.value} {total.tensors} tensors of {total.files} files, "
-            f"{total.nbytes / 2**30:.2f} GiB: {reason}",
-        )

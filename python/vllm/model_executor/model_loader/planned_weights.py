@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.loadplan import (
     LoadPlanError,
     Machine,
     Route,
+    log_plan,
     plan_together,
     ring_budget,
     run_plan,
@@ -88,7 +89,7 @@ def planned_weights_iterator(
         ),
     )
     plan = _without_remote_experts(common_plan, local_expert_ids)
-    _log_plan(plan)
+    log_plan(plan, engine="vLLM", version=VERSION, logger=logger)
 
     def stream_files(files: list[str]) -> NamedTensors:
         depth = small_io_depth(
@@ -156,26 +157,3 @@ def _without_remote_experts(
             if not should_skip_weight(name, local_expert_ids)
         ),
     )
-
-
-def _log_plan(plan: LoadPlan) -> None:
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
-        return
-    stream = plan.totals()[Route.STREAM]
-    logger.info(
-        "This vLLM is patched by loadplan %s (LOADPLAN_DISABLE=1 turns it off): "
-        "InstantTensor streams %d files, %d tensors, %.2f GiB.",
-        VERSION,
-        stream.files,
-        stream.tensors,
-        stream.nbytes / 2**30,
-    )
-    for (route, reason), total in plan.departures().items():
-        logger.info(
-            "loadplan: %s %d tensors of %d files, %.2f GiB: %s",
-            route.value,
-            total.tensors,
-            total.files,
-            total.nbytes / 2**30,
-            reason,
-        )
