@@ -15,7 +15,7 @@ sys.path.insert(0, str(HERE / "registered" / "unit" / "model_loader"))
 _session = contextlib.ExitStack()
 
 if os.environ.get("LOADPLAN_TEST_GPU") == "real":
-    from loadplan.placeholders import kernel_placeholders
+    from loadplan.standin.placeholders import kernel_placeholders
 
     # With a GPU in sight the engines import their kernels.
     _session.enter_context(kernel_placeholders())

@@ -18,10 +18,16 @@ from pathlib import Path
 import patch_table
 from refresh_patches import BUILD, applies_to, diff
 
-from loadplan import export
-from loadplan.engines import Target, data_folder, load_targets
-from loadplan.patching import sha256
-from loadplan.series import Patch, apply_hunks, read_patch, read_series, series_names
+from loadplan.engines import export
+from loadplan.engines.apply import sha256
+from loadplan.engines.series import (
+    Patch,
+    apply_hunks,
+    read_patch,
+    read_series,
+    series_names,
+)
+from loadplan.engines.targets import Target, data_folder, load_targets
 
 _SUBJECT = re.compile(r"\[PATCH\] [a-z]+\([a-z0-9-]+\): [^A-Z].*[^.]")
 _REASON = re.compile(r"(temporary|local), .+")

@@ -13,8 +13,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from loadplan.engines import Target, load_targets
-from loadplan.patching import FileState, apply, file_states
+from loadplan.engines.apply import FileState, apply, file_states
+from loadplan.engines.targets import Target, load_targets
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loadplan.engines import load_targets
-from loadplan.series import Patch, read_series
+from loadplan.engines.series import Patch, read_series
+from loadplan.engines.targets import load_targets
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "patches.md"
 BEGIN = "<!-- The table: make patches writes it from the patches' headers. -->\n"

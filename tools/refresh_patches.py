@@ -17,9 +17,9 @@ from pathlib import Path
 
 import patch_table
 
-from loadplan.engines import Target, find_target, load_targets
-from loadplan.patching import sha256
-from loadplan.series import Hunk, Patch, apply_hunks, read_series
+from loadplan.engines.apply import sha256
+from loadplan.engines.series import Hunk, Patch, apply_hunks, read_series
+from loadplan.engines.targets import Target, find_target, load_targets
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
 

@@ -8,7 +8,7 @@ __all__ = ["__version__"]
 def __getattr__(name: str) -> str:
     # The core imports torch, which patching an engine does not need.
     if name == "__version__":
-        from .core import VERSION
+        from loadplan.core import VERSION
 
         return VERSION
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

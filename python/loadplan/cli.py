@@ -10,8 +10,8 @@ import argparse
 import itertools
 import sys
 
-from .commands import doctor, export, inspect, load, patch, synth
-from .suggest import did_you_mean
+from loadplan.commands import doctor, export, inspect, load, patch, synth
+from loadplan.suggest import did_you_mean
 
 _DESCRIPTION = """\
 Send every tensor of a checkpoint straight to where it will live.
@@ -85,6 +85,6 @@ def _check_words(
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from .core import VERSION
+        from loadplan.core import VERSION
 
         parser.exit(message=f"loadplan {VERSION}\n")

@@ -28,7 +28,7 @@ os.environ |= {
     "VLLM_TARGET_DEVICE": "cpu",
 }
 
-from loadplan.fake import fake_gpu  # noqa: E402
+from loadplan.standin.gpu import fake_gpu  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.model_executor.models.mimo_mtp import MiMoMTP  # noqa: E402

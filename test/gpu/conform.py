@@ -27,8 +27,9 @@ sys.path.insert(0, str(ROOT / "python"))
 
 import odd_files  # noqa: E402
 
-from loadplan import fake, fake_instanttensor  # noqa: E402
-from loadplan import fake_instanttensor_sizes as sizes  # noqa: E402
+from loadplan.standin import gpu  # noqa: E402
+from loadplan.standin import instanttensor as standin  # noqa: E402
+from loadplan.standin import instanttensor_sizes as sizes  # noqa: E402
 
 
 def main() -> int:
@@ -46,7 +47,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(dir=arguments.disk) as disk,
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
     ):
-        if fake_instanttensor.in_memory(disk):
+        if standin.in_memory(disk):
             print(f"conform: {disk} is in memory; give --disk", file=sys.stderr)
             return 2
         differing = compared = 0
@@ -69,7 +70,7 @@ def main() -> int:
 
 def _comparisons(real, disk: Path, memory: Path) -> Iterator[tuple[str, Comparison]]:
     version = odd_files.version_of(real)
-    stub = fake.make_module(version)
+    stub = gpu.make_module(version)
     torch.ones(1, device="cuda")  # The context takes memory: before it is measured.
     yield "arguments and names", partial(_unequal, odd_files.surface, stub, real)
     if version == "0.2.2":
@@ -112,7 +113,7 @@ def _unequal(ask, stub, real) -> list[str]:
 
 def _case(real, version: str, case: odd_files.Case, files: list[str]) -> list[str]:
     free_memory, _ = torch.cuda.mem_get_info()
-    stub = fake.make_module(version, free_memory=free_memory)
+    stub = gpu.make_module(version, free_memory=free_memory)
     expected = case.expects(version)
     seen = []
     for module in (real, stub):

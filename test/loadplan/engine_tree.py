@@ -7,9 +7,9 @@ import hashlib
 import shutil
 from pathlib import Path
 
-from loadplan import engines
+from loadplan.engines import targets
 
-TARGET = engines.find_target("sglang")
+TARGET = targets.find_target("sglang")
 TREES = Path(__file__).parents[2] / "build" / "engines"
 PRISTINE = TREES / TARGET.name / "pristine"
 LOADER = "sglang/srt/model_loader/loader.py"
@@ -17,7 +17,7 @@ LOADER = "sglang/srt/model_loader/loader.py"
 Snapshot = dict[str, tuple[bytes, int]]
 
 
-def make_tree(root: Path, *, target: engines.Target = TARGET, end: str = "\n") -> Path:
+def make_tree(root: Path, *, target: targets.Target = TARGET, end: str = "\n") -> Path:
     """Copy the touched files to ``root``, with a RECORD whose lines end by ``end``."""
     package = target.package
     paths = sorted((*target.files, f"{package}/__init__.py"))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from engine_tree import TARGET, Snapshot, make_tree, snapshot
 
-from loadplan import patching
+from loadplan.engines import apply
 
 _KILLED = 9
 _CALLS = ("open", "fsync", "replace", "unlink", "mkdir", "rmdir", "chmod")
@@ -34,7 +34,7 @@ def main(kills: int, seed: int = 0) -> None:
         root = make_tree(Path(folder, "site-packages"))
         expected = {"revert": snapshot(root)}
         started = time.monotonic()
-        patching.apply(TARGET, root)
+        apply.apply(TARGET, root)
         duration = time.monotonic() - started
         expected["apply"] = snapshot(root)
         # No test can tell whether a repair was synced; only what is killed must be.
@@ -64,7 +64,7 @@ def main(kills: int, seed: int = 0) -> None:
 
 
 def run(verb: str, root: Path) -> None:
-    getattr(patching, verb)(TARGET, root)
+    getattr(apply, verb)(TARGET, root)
 
 
 def repair(root: Path, verb: str, expected: dict[str, Snapshot]) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from loadplan.engines import Target, load_targets
-from loadplan.patching import revert
-from loadplan.series import Hunk, read_series
+from loadplan.engines.apply import revert
+from loadplan.engines.series import Hunk, read_series
+from loadplan.engines.targets import Target, load_targets
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = load_targets()

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from loadplan import export
-from loadplan.engines import Target, load_targets
+from loadplan.engines import export
+from loadplan.engines.targets import Target, load_targets
 
 ROOT = Path(__file__).resolve().parents[2]
 TREES = ROOT / "build" / "engines"
@@ -141,8 +141,8 @@ def test_git_am_makes_the_patched_engine(upstream: Upstream) -> None:
     folder = target.upstream_tests_folder
     imports = git(
         repository, "grep", "-hE", "^(from|import) ", "series", "--", folder
-    ).replace(f"{target.helper_package}.fake", "")
-    assert "loadplan.fake" not in imports
+    ).replace(f"{target.helper_package}.gpu", "")
+    assert "loadplan.standin" not in imports
 
 
 def test_each_commits_tests_pass_on_it(upstream: Upstream, tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ import torch
 from safetensors.torch import save_file
 from sympy import isprime
 
-from loadplan.fake import Record, fake_gpu
-from loadplan.fake_tokenspeed import fake_moe_kernels
+from loadplan.standin.gpu import Record, fake_gpu
+from loadplan.standin.tokenspeed import fake_moe_kernels
 from tokenspeed.runtime.configs.deepseek_v41_config import DeepseekV41Config
 from tokenspeed.runtime.configs.load_config import LoadConfig
 from tokenspeed.runtime.distributed import Mapping

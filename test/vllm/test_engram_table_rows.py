@@ -26,9 +26,7 @@ from tiny_vllm_checkpoints import (
     write_checkpoint,
 )
 
-from loadplan.fake import (
-    fake_gpu,
-)
+from loadplan.standin.gpu import fake_gpu
 from vllm.distributed import parallel_state
 from vllm.models.deepseek_v41.common.engram import (
     DPSharedEngramStorage,

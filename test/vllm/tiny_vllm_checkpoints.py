@@ -23,10 +23,7 @@ from tiny_vllm_configs import (
     write_model,
 )
 
-from loadplan.fake import (
-    Record,
-    fake_gpu,
-)
+from loadplan.standin.gpu import Record, fake_gpu
 from vllm.config import EngramConfig, LoadConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import init_distributed_environment
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import engines, units
+from loadplan import units
+from loadplan.engines import targets
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +36,7 @@ def add_json(command: argparse.ArgumentParser) -> None:
 
 
 def add_engine(command: argparse.ArgumentParser) -> None:
-    command.add_argument("engine", help=f"one of {sorted(engines.load_targets())}")
+    command.add_argument("engine", help=f"one of {sorted(targets.load_targets())}")
 
 
 def add_target(command: argparse.ArgumentParser) -> None:
@@ -108,13 +109,13 @@ def console() -> Console:
     return Console(highlight=False, markup=False, emoji=False)
 
 
-def locate(engine: str, folder: Path | None) -> tuple[engines.Target, Path]:
+def locate(engine: str, folder: Path | None) -> tuple[targets.Target, Path]:
     """The engine and its folder: in ``folder``, else in this Python's environment."""
-    target = engines.find_target(engine)
+    target = targets.find_target(engine)
     if folder is not None:
-        return target, engines.find_root(target, folder)
-    root = engines.environment_root(target)
-    imported = engines.importable_root(target)
+        return target, targets.find_root(target, folder)
+    root = targets.environment_root(target)
+    imported = targets.importable_root(target)
     if imported is not None and imported.resolve() != root.resolve():
         print(
             f"NOTE {target.name} is installed in {root}, but from here Python "

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import common
+from loadplan.commands import common
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..doctor import Finding
+    from loadplan.doctor import Finding
 
 _COLOURS = {"ok": "green", "slow": "yellow", "fails": "red", "not tried": "dim"}
 
@@ -49,9 +49,9 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from .. import doctor
-    from ..inspection import Machine
-    from ..placement import parse_placement
+    from loadplan import doctor
+    from loadplan.checkpoint.placement import parse_placement
+    from loadplan.inspection.loads import Machine
 
     if arguments.checkpoint:
         need = doctor.need_of(

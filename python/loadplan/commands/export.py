@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from .. import engines
-from . import common
+from loadplan.commands import common
+from loadplan.engines import targets
 
 
 def add(commands: Any) -> None:
@@ -33,9 +33,9 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from .. import export
+    from loadplan.engines import export
 
-    target = engines.find_target(arguments.engine)
+    target = targets.find_target(arguments.engine)
     commits = export.write_export(target, arguments.out)
     print(f"Added production lines, for {target.name} {target.version}:")
     print(f"  {'hunks':>5} {'glue':>5} {'core':>5}")

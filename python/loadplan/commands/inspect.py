@@ -12,17 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..units import gib
-from . import common
+from loadplan.commands import common
+from loadplan.units import gib
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from ..inspection import Inspection, Load
-    from ..memory import Memory
-    from ..oddities import Oddity
+    from loadplan.checkpoint.estimates import Memory
+    from loadplan.checkpoint.oddities import Oddity
+    from loadplan.inspection.loads import Inspection, Load
 
 _SHOWN_FILES = 3
 _GOES = {
@@ -69,12 +69,12 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from ..inspection import Machine, inspect
+    from loadplan.inspection.loads import Machine, inspect
 
     if arguments.plot is not None:
-        from .. import inspection_plot
+        from loadplan.inspection import plot
 
-        inspection_plot.check(arguments.plot)
+        plot.check(arguments.plot)
     with _no_collection():
         inspection = inspect(
             arguments.checkpoint,
@@ -92,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         _show(common.console(), inspection)
     if arguments.plot is not None:
-        inspection_plot.draw(inspection, arguments.plot)
+        plot.draw(inspection, arguments.plot)
         print(f"{arguments.plot}: drawn", file=sys.stderr)
     if inspection.verdict("plan") is False:
         print(
@@ -141,7 +141,7 @@ def _show(console: Console, inspection: Inspection) -> None:
         )
         console.print(_routes(load))
     if inspection.draft is not None:
-        from ..inspection import DRAFTS
+        from loadplan.inspection.loads import DRAFTS
 
         console.print(
             f"The draft is told by the checkpoint's naming ({DRAFTS[inspection.draft]})"

@@ -11,18 +11,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import engines, patching
-from ..errors import EngineError
-from ..patching import FileState
-from ..units import gib
-from . import common
+from loadplan.commands import common
+from loadplan.engines import apply, targets
+from loadplan.engines.apply import FileState
+from loadplan.errors import EngineError
+from loadplan.units import gib
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
 
-    from ..load import LoadReport
+    from loadplan.load.run import LoadReport
 
 
 def add(commands: Any) -> None:
@@ -55,16 +55,16 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from .. import load
+    from loadplan.load import run
 
-    load.check_checkpoint(arguments.checkpoint)
-    target = engines.find_target(arguments.engine)
+    run.check_checkpoint(arguments.checkpoint)
+    target = targets.find_target(arguments.engine)
     if arguments.engine_dir is not None:
-        root = engines.find_root(target, arguments.engine_dir).resolve()
+        root = targets.find_root(target, arguments.engine_dir).resolve()
         sys.path.insert(0, str(root))
     else:
         root = common.locate(arguments.engine, None)[1]
-    if set(patching.file_states(target, root).values()) != {FileState.PATCHED}:
+    if set(apply.file_states(target, root).values()) != {FileState.PATCHED}:
         raise EngineError(
             f"{root}: {target.name} is not patched, or not wholly; "
             f"'loadplan apply {target.name}' does that"
@@ -72,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
     console = Console(quiet=arguments.json)
     with common.progress_bar() as progress:
         steps = _Bar(progress, f"opening {target.name}")
-        with load.open_engine(
+        with run.open_engine(
             target.name, arguments.checkpoint, engram_config=arguments.engram_config
         ) as engine:
             steps.begin("planning", 0)
@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
             console.print(f"InstantTensor: {reader}")
             console.print(f"Engram tables: {engine.tables()}")
             console.print(_plan_table(plan))
-            report = load.run_load(
+            report = run.run_load(
                 engine,
                 plan,
                 arguments.checkpoint,

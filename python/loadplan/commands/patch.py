@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .. import engines, patching, processes
-from . import common
+from loadplan.commands import common
+from loadplan.engines import apply, targets
+from loadplan.load import processes
 
 
 def add(commands: Any) -> None:
@@ -34,8 +35,8 @@ def add(commands: Any) -> None:
 
 def _apply(arguments: argparse.Namespace) -> int:
     target, root = common.locate(arguments.engine, arguments.target)
-    engines.check_version(target, root)
-    changed = _changed(patching.apply(target, root), "was patched already")
+    targets.check_version(target, root)
+    changed = _changed(apply.apply(target, root), "was patched already")
     print(f"{target.name} {target.version} in {root}: patched, {changed}")
     _mention_processes(target, root)
     if target.note:
@@ -47,20 +48,20 @@ def _apply(arguments: argparse.Namespace) -> int:
 
 def _revert(arguments: argparse.Namespace) -> int:
     target, root = common.locate(arguments.engine, arguments.target)
-    engines.check_version(target, root)
-    changed = _changed(patching.revert(target, root), "was pristine already")
+    targets.check_version(target, root)
+    changed = _changed(apply.revert(target, root), "was pristine already")
     print(f"{target.name} {target.version} in {root}: pristine, {changed}")
     _mention_processes(target, root)
     return 0
 
 
-def _changed(edits: list[patching.Edit], otherwise: str) -> str:
+def _changed(edits: list[apply.Edit], otherwise: str) -> str:
     """How many files of the engine changed; receipts and RECORD go without saying."""
     count = sum(edit.path.endswith(".py") for edit in edits)
     return f"{count} files changed" if count else otherwise
 
 
-def _mention_processes(target: engines.Target, root: Path) -> None:
+def _mention_processes(target: targets.Target, root: Path) -> None:
     running = processes.engine_processes(target.package, root)
     if running:
         print(
@@ -71,7 +72,7 @@ def _mention_processes(target: engines.Target, root: Path) -> None:
 
 def _status(arguments: argparse.Namespace) -> int:
     target, root = common.locate(arguments.engine, arguments.target)
-    status = patching.status(target, root)
+    status = apply.status(target, root)
     running = processes.engine_processes(target.package, root)
     if arguments.json:
         report = {"engine": target.name, "version": target.version, "root": str(root)}

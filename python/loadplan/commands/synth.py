@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ..units import gib
-from . import common
+from loadplan.commands import common
+from loadplan.units import gib
 
 
 def add(commands: Any) -> None:
@@ -38,9 +38,9 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from .. import synth
+    from loadplan.synth import recipes
 
-    options = synth.SynthOptions(
+    options = recipes.SynthOptions(
         size=arguments.size,
         engram_fraction=arguments.engram_fraction,
         seed=arguments.seed,
@@ -49,11 +49,11 @@ def _run(arguments: argparse.Namespace) -> int:
         draft=not arguments.no_draft,
         shards=arguments.shards,
     )
-    shards = synth.layout(options)
+    shards = recipes.layout(options)
     total = sum(shard.nbytes for shard in shards)
     with common.progress_bar() as progress:
         task = progress.add_task("Writing", total=total)
-        synth.synthesize(
+        recipes.synthesize(
             arguments.out,
             options,
             progress=lambda nbytes: progress.advance(task, nbytes),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checkpoint import read_checkpoint
-from ..inspection import Machine, inspect
-from . import gpu, memory, storage
-from .finding import Finding, Need, Verdict
+from loadplan.checkpoint.files import read_checkpoint
+from loadplan.doctor import gpu, memory, storage
+from loadplan.doctor.finding import Finding, Need, Verdict
+from loadplan.inspection.loads import Machine, inspect
 
 __all__ = ["Finding", "Need", "Verdict", "examine", "need_of"]
 

@@ -9,8 +9,8 @@ from importlib import metadata
 
 import torch
 
-from ..units import gib
-from .finding import Finding, Need, Verdict
+from loadplan.doctor.finding import Finding, Need, Verdict
+from loadplan.units import gib
 
 _INSTALL = "pip install instanttensor==0.2.2"
 _UNPATCHED = "--load-format safetensors loads without it"

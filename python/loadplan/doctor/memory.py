@@ -9,9 +9,9 @@ import re
 import uuid
 from pathlib import Path
 
-from ..core.host_memory import available_memory
-from ..units import gib
-from .finding import Finding, Need, Verdict
+from loadplan.core.host_memory import available_memory
+from loadplan.doctor.finding import Finding, Need, Verdict
+from loadplan.units import gib
 
 _SHM = Path("/dev/shm")
 _SHM_BYTES = 256 << 20

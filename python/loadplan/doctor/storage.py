@@ -9,8 +9,8 @@ import os
 import platform
 import resource
 
-from ..units import gib
-from .finding import Finding, Need, Verdict
+from loadplan.doctor.finding import Finding, Need, Verdict
+from loadplan.units import gib
 
 # System call numbers; io_uring's is the same everywhere.
 _IO_URING_SETUP = 425

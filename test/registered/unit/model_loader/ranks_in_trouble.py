@@ -17,7 +17,7 @@ from tiny_deepseek_v41 import (
     tiny_model,
 )
 
-from loadplan.fake import fake_gpu
+from loadplan.standin.gpu import fake_gpu
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_loader.loader import DefaultModelLoader
 

@@ -23,7 +23,7 @@ from tiny_deepseek_v41 import (
     tiny_config,
 )
 
-from loadplan.fake import fake_gpu
+from loadplan.standin.gpu import fake_gpu
 from sglang.srt.elastic_ep.expert_backup_manager import ExpertBackupManager
 from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
 from sglang.srt.models.deepseek_v4_dspark import DeepseekV4ForCausalLMDSpark

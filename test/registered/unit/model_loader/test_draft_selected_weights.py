@@ -37,7 +37,7 @@ from tiny_drafts import (
 )
 from torch import nn
 
-from loadplan.fake import fake_gpu
+from loadplan.standin.gpu import fake_gpu
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_executor.model_runner_components.load_model_utils import (
     build_load_config,

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from tiny_deepseek_v41 import host_table_env, run_ranks
 
-from loadplan.fake import fake_gpu
+from loadplan.standin.gpu import fake_gpu
 from sglang.srt.layers import engram
 from sglang.srt.runtime_context import (
     SpawnRanks,

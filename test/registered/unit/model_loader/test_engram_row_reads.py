@@ -22,8 +22,8 @@ from tiny_deepseek_v41 import (
     tensor_bytes,
 )
 
-from loadplan.fake import DEFAULT_FREE_MEMORY, fake_gpu
-from loadplan.processes import mapped_bytes
+from loadplan.standin.gpu import DEFAULT_FREE_MEMORY, fake_gpu
+from loadplan.standin.mapped import mapped_bytes
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.layers import engram
 from sglang.srt.layers.engram import EngramEmbedding

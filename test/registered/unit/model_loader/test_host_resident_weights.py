@@ -18,8 +18,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from loadplan.fake import Record, fake_gpu
-from loadplan.processes import mapped_bytes
+from loadplan.standin.gpu import Record, fake_gpu
+from loadplan.standin.mapped import mapped_bytes
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_executor.model_runner_components.weight_updater import (
     WeightUpdater,

@@ -32,7 +32,7 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import PretrainedConfig
 
-from loadplan.fake import fake_gpu
+from loadplan.standin.gpu import fake_gpu
 from sglang.srt.configs.deepseek_v41 import DeepseekV41Config
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.distributed.parallel_state import (

@@ -32,7 +32,7 @@ from tiny_deepseek_v41 import (
 from torch import nn
 from transformers import DeepseekV3Config, PretrainedConfig
 
-from loadplan.fake import Record, fake_gpu
+from loadplan.standin.gpu import Record, fake_gpu
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.models import deepseek_v4

@@ -1,0 +1,1 @@
+"""A checkpoint as it lies on a disk: files, placement, oddities, memory."""

@@ -1,0 +1,191 @@
+"""How much memory a load takes on one GPU and on one host, from headers and the plan.
+
+An estimate: how an engine splits a model shows only in the running engine. Matrices
+count as split evenly over the GPUs, everything smaller as whole on each. What the
+runtime, kernels and the KV cache take is not in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from loadplan.core import (
+    FileHeader,
+    LoadPlan,
+    Route,
+    TensorHeader,
+    ring_budget,
+    small_io_depth,
+)
+from loadplan.core.ring import ring_bytes
+from loadplan.core.spans import Span, make_pieces, make_spans
+from loadplan.units import gib
+
+# What InstantTensor keeps in flight by itself, over all ranks: on disk, in memory (at
+# most: there it follows from the processors).
+_READ_BYTES = 8 << 20
+_RING = 512 * _READ_BYTES
+_RING_IN_MEMORY = 192 << 20
+
+# READ: pinned buffers of one rank, each for a piece. On the GPU a span is filled while
+# the last one is used; ranks that share much keep more of them under way.
+_PIECE_BYTES = 8 << 20
+_MOST_PIECES = 16
+_SHARED_BYTES = 512 << 20
+_SHARED_SPANS = 256 << 20
+
+WEIGHTS = "weights, about"
+RING = "InstantTensor's ring"
+ARRIVING = "tensors on arrival"
+TABLES = "Engram tables"
+BUFFERS = "read buffers"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one GPU or host at the load's peak.
+
+    ``limit`` is what there is, None if nobody said. ``breaks`` is the tensor for which
+    there is no room and ``problem`` why, both empty if all fits.
+    """
+
+    parts: dict[str, int]
+    limit: int | None
+    breaks: str
+    problem: str
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.limit is None else not self.problem
+
+
+def share(tensor: TensorHeader, tp: int) -> int:
+    """Bytes of ``tensor`` that live on one of ``tp`` GPUs."""
+    return -(-tensor.nbytes // tp) if len(tensor.shape) > 1 else tensor.nbytes
+
+
+def budget(limit: int | None, weights: int) -> int | None:
+    """What InstantTensor's ring may take once ``weights`` bytes are allocated."""
+    return None if limit is None else ring_budget(max(limit - weights, 0), {})
+
+
+def stock_gpu(
+    files: Sequence[FileHeader], *, weights: int, limit: int | None
+) -> Memory:
+    """One GPU when every file is streamed whole."""
+    tensors = [
+        tensor
+        for file in sorted(files, key=lambda file: file.path)
+        for tensor in file.tensors
+    ]
+    depth = _RING_IN_MEMORY if all(f.in_memory for f in files) else _RING
+    return _gpu(tensors, weights=weights, in_flight=depth, limit=limit)
+
+
+def plan_gpu(plan: LoadPlan, *, weights: int, tp: int, limit: int | None) -> Memory:
+    """One GPU when ``plan`` is carried out."""
+    files = plan.streamed()
+    in_flight = 0
+    if files:
+        depth = small_io_depth(files, world_size=tp, options={})
+        in_flight = _RING_IN_MEMORY if any(f.in_memory for f in files) else _RING
+        if depth is not None:
+            in_flight = min(in_flight, depth * tp * _READ_BYTES)
+    streamed = [
+        entry.tensor
+        for entry in sorted(
+            plan.of(Route.STREAM), key=lambda e: (e.file.path, e.tensor.begin)
+        )
+    ]
+    return _gpu(
+        streamed,
+        apart=[entry.tensor for entry in plan.of(Route.READ)],
+        spans=span_bytes(make_spans(plan.of(Route.READ)), tp=tp),
+        weights=weights,
+        in_flight=in_flight,
+        limit=limit,
+    )
+
+
+def span_bytes(spans: Sequence[Span], *, tp: int) -> int:
+    """What READ takes of a GPU at once, beside the weights."""
+    total = sum(span.nbytes for span in spans)
+    under_way = 2 * max((span.nbytes for span in spans), default=0)
+    if tp > 1 and total >= _SHARED_BYTES:
+        under_way = max(under_way, _SHARED_SPANS)
+    return min(total, under_way)
+
+
+def read_buffers(plan: LoadPlan) -> int:
+    """Host memory of one rank that READ goes through."""
+    pieces = sum(1 for _ in make_pieces(make_spans(plan.of(Route.READ))))
+    return min(pieces, _MOST_PIECES) * _PIECE_BYTES
+
+
+def _gpu(
+    streamed: Sequence[TensorHeader],
+    *,
+    apart: Sequence[TensorHeader] = (),
+    spans: int = 0,
+    weights: int,
+    in_flight: int,
+    limit: int | None,
+) -> Memory:
+    needed = ring_bytes([tensor.nbytes for tensor in streamed])
+    allowed = budget(limit, weights)
+    if allowed is not None:
+        # Reads in flight give way to the budget, a ring for the tensors does not.
+        in_flight = min(in_flight, allowed)
+    ring = max(needed, in_flight)
+    whole = max((tensor.nbytes for tensor in streamed), default=0)
+    # READ begins when the ring is gone: only what it takes beyond it comes on top.
+    parts = {WEIGHTS: weights, RING: ring, ARRIVING: max(spans - ring, whole)}
+    problem, blamed = "", streamed
+    if limit is not None:
+        if weights > limit:
+            blamed = [*streamed, *apart]
+            problem = f"the weights alone take {gib(weights)} of {gib(limit)}"
+        elif needed > allowed:
+            problem = (
+                f"InstantTensor's ring needs {gib(needed)} for it and may take "
+                f"{gib(allowed)}, half of what the weights leave"
+            )
+        elif sum(parts.values()) > limit and spans - ring > whole:
+            blamed = apart
+            problem = f"it is read with others, {gib(spans)} at once beside the weights"
+        elif sum(parts.values()) > limit:
+            problem = f"it arrives whole, {gib(whole)}, beside the weights and the ring"
+    breaks = ""
+    if problem:
+        largest = max(blamed, key=lambda tensor: tensor.nbytes, default=None)
+        breaks = "the model" if largest is None else largest.name
+    return Memory(parts=parts, limit=limit, breaks=breaks, problem=problem)
+
+
+def host(
+    tables: Sequence[TensorHeader],
+    *,
+    table_share: float,
+    buffers: int,
+    limit: int | None,
+) -> Memory:
+    """One host: its share of the tables, and ``buffers`` bytes of all its ranks."""
+    parts = {
+        TABLES: int(sum(tensor.nbytes for tensor in tables) * table_share),
+        BUFFERS: buffers,
+    }
+    breaks = problem = ""
+    if limit is not None and sum(parts.values()) > limit:
+        problem = f"the host needs {gib(sum(parts.values()))} and has {gib(limit)}"
+        breaks, filled = "the read buffers", 0
+        for tensor in tables:
+            filled += int(tensor.nbytes * table_share)
+            if filled > limit:
+                breaks = tensor.name
+                break
+    return Memory(parts=parts, limit=limit, breaks=breaks, problem=problem)

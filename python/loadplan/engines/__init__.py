@@ -1,0 +1,1 @@
+"""The engines: their releases, patch series, trees, and what upstream would get."""

@@ -1,0 +1,1 @@
+"""What a load will do, told from the headers alone."""

@@ -1,0 +1,1 @@
+"""What stands in for a GPU and for InstantTensor on a machine without them."""

@@ -1,0 +1,233 @@
+"""A machine without a GPU that looks enough like one to run a whole load.
+
+For `loadplan load` and the tests only. "The device" is a set of CPU storages that a
+`Record` knows: those the InstantTensor stub yields and those READ takes. A tensor
+computed from a placed one is NOT on the device here, a view of it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from loadplan.standin import instanttensor
+from loadplan.standin.real_gpu import real_gpu
+from loadplan.standin.records import HostRegistration, Record
+
+DEFAULT_FREE_MEMORY = 80 * 1024**3
+_CUDA_ERROR_MEMORY_ALLOCATION = 2
+_STUB = "instanttensor"
+
+
+def make_module(
+    version: str = "0.2.2",
+    *,
+    record: Record | None = None,
+    free_memory: int = DEFAULT_FREE_MEMORY,
+) -> types.ModuleType:
+    """Build the InstantTensor stub of one release ("0.2.2" or "0.1.9").
+
+    Args:
+        version: The release to imitate, faults included.
+        record: Takes calls, names and placed storages; a new one if None.
+        free_memory: Free memory of the pretended device, in bytes.
+
+    Raises:
+        ValueError: For a release that the stub does not know.
+    """
+    return instanttensor.make_module(
+        version,
+        record=Record() if record is None else record,
+        free_memory=free_memory,
+    )
+
+
+@contextlib.contextmanager
+def fake_gpu(
+    *,
+    engine: str = "sglang",
+    version: str = "0.2.2",
+    free_memory: int = DEFAULT_FREE_MEMORY,
+    host_register_limit: int | None = None,
+    record: Record | None = None,
+) -> Iterator[Record]:
+    """Pretend for a `with` block that CUDA device 0 and InstantTensor are here.
+
+    Replaced and put back: `sys.modules["instanttensor"]`, `torch.cuda.current_device`,
+    `torch.cuda.cudart` and `torch.cuda.mem_get_info`, READ's `device_buffer`; where
+    the engine can be imported also its platform's device and what else it asks of one.
+    Whatever code is imported inside the block stays imported. LOADPLAN_TEST_GPU=real
+    in the environment replaces nothing: the real ones are recorded.
+
+    Args:
+        engine: The engine whose loader will run, "sglang", "tokenspeed" or "vllm".
+        version: The InstantTensor release to imitate, "0.2.2" or "0.1.9".
+        free_memory: Free memory of the pretended device, in bytes.
+        host_register_limit: Registrations of more bytes fail, as under a locked-memory
+            limit; None lets all succeed.
+        record: Record to continue; a new one if None.
+
+    Yields:
+        The record.
+    """
+    if os.environ.get("LOADPLAN_TEST_GPU") == "real":
+        pretended = {
+            name: value
+            for name, value, default in (
+                ("version", version, "0.2.2"),
+                ("free_memory", free_memory, DEFAULT_FREE_MEMORY),
+                ("host_register_limit", host_register_limit, None),
+            )
+            if value != default
+        }
+        with real_gpu(record, **pretended) as record:
+            yield record
+        return
+    record = Record() if record is None else record
+    stub = make_module(version, record=record, free_memory=free_memory)
+
+    def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+        return record.place(torch.empty(nbytes, dtype=torch.uint8))
+
+    cudart = _Cudart(record, host_register_limit)
+    # Imported before anything is patched: an import must not see a half-made GPU.
+    patches = [
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "cudart", lambda: cudart),
+        (torch.cuda, "mem_get_info", lambda device=None: (free_memory, free_memory)),
+        *((spans, "device_buffer", device_buffer) for spans in _read_modules(engine)),
+        *_ENGINE_PATCHES.get(engine, list)(),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_loaded(_STUB, stub))
+        for owner, name, value in patches:
+            stack.enter_context(_attribute(owner, name, value))
+        yield record
+
+
+class _CudaError(int):
+    """A status as PyTorch's enumeration gives it: engines ask for either form."""
+
+    @property
+    def value(self) -> int:
+        return int(self)
+
+
+class _Cudart:
+    """The part of `torch.cuda.cudart()` that pins memory which is already mapped."""
+
+    def __init__(self, record: Record, limit: int | None) -> None:
+        self._record = record
+        self._limit = limit
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> _CudaError:
+        fails = self._limit is not None and nbytes > self._limit
+        error = _CudaError(_CUDA_ERROR_MEMORY_ALLOCATION if fails else 0)
+        self._record.host_registrations.append(
+            HostRegistration(address, nbytes, flags, error)
+        )
+        return error
+
+
+# Where each patched engine has its copy of the core.
+_CORES = {
+    "sglang": "sglang.srt.model_loader.loadplan",
+    "tokenspeed": "tokenspeed.runtime.model_loader.loadplan",
+    "vllm": "vllm.model_executor.model_loader.loadplan",
+}
+
+
+def _read_modules(engine: str) -> list[types.ModuleType]:
+    """READ twice: the library's, and the copy in an engine that is patched."""
+    names = ["loadplan.core.spans", f"{_CORES[engine]}.spans"]
+    return [module for name in names if (module := _module(name)) is not None]
+
+
+def _sglang_patches() -> list[tuple[Any, str, Any]]:
+    platforms = _module("sglang.srt.platforms")
+    if platforms is None:
+        return []
+    engram = importlib.import_module("sglang.srt.layers.engram")
+    platform = platforms.current_platform
+    return [
+        (platform, "device_type", "cuda"),
+        (platform, "get_device", lambda device_id=0: torch.device("cuda", device_id)),
+        # Only a sort order hangs on it, and asking needs the CUDA driver.
+        (engram, "_sorted_host_reads", lambda device: False),
+    ]
+
+
+def _vllm_patches() -> list[tuple[Any, str, Any]]:
+    loader = "vllm.model_executor.model_loader"
+    modules = [
+        _module(f"{loader}.{name}") for name in ("weight_utils", "planned_weights")
+    ]
+    return [
+        (module, "current_platform", _CudaPlatform(module.current_platform))
+        for module in modules
+        if module is not None
+    ]
+
+
+class _CudaPlatform:
+    """vLLM's platform for the code that loads; the engine keeps its own."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+    def is_cuda(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+
+_ENGINE_PATCHES = {"sglang": _sglang_patches, "vllm": _vllm_patches}
+
+
+def _module(name: str) -> types.ModuleType | None:
+    """Import `name`; None where it, or a package that holds it, is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            return None
+        raise
+
+
+@contextlib.contextmanager
+def _loaded(name: str, module: types.ModuleType) -> Iterator[None]:
+    # Not mock.patch.dict: it would also forget every module imported meanwhile.
+    before = sys.modules.get(name)
+    sys.modules[name] = module
+    try:
+        yield
+    finally:
+        if before is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = before
+
+
+@contextlib.contextmanager
+def _attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `owner.name`; afterwards restore it, or remove it if a class provides it."""
+    present, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if present:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

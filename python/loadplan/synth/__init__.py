@@ -1,0 +1,1 @@
+"""Synthetic checkpoints: real names and headers, seeded bytes."""

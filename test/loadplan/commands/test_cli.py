@@ -1,0 +1,234 @@
+"""The command as a user types it: exit codes, messages, and a load that is proven."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadplan import cli
+from loadplan.commands import common
+
+ROOT = Path(__file__).parents[3]
+ENGINE = ROOT / "build" / "engines" / "sglang"
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "loadplan", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "COLUMNS": "100"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def load(checkpoint: Path, *options: str, tree: str = "patched"):
+    return run("load", checkpoint, "--engine-dir", ENGINE / tree, *options)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("synth") / "checkpoint"
+    result = run("synth", folder, "--size", "8M", "--mixed-engram", "--seed", "3")
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def test_load_proves_a_synthetic_checkpoint_by_its_seed(checkpoint: Path) -> None:
+    """Red when a byte that arrives is not the seed's, or a route is not used."""
+    result = load(checkpoint, "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["wrong"] == []
+    assert "seed 3" in report["reference"]
+    assert "stub" in report["reader"]
+    routes = report["routes"]
+    assert [name for name in routes if routes[name]["tensors"]] == [
+        "host",
+        "read",
+        "stream",
+    ]
+    total = sum(route["nbytes"] for route in routes.values())
+    assert report["stock_device_bytes"] == total
+
+
+def test_load_shows_plan_table_and_digest(checkpoint: Path) -> None:
+    """Red when the output loses what the README shows."""
+    result = load(checkpoint, "--engram-config", '{"placement": "gpu"}')
+    assert result.returncode == 0, result.stderr
+    for text in (
+        "InstantTensor: a stub",
+        "placement=gpu",
+        "The plan, from the headers alone",
+        "What arrived",
+        "GB/s",
+        "sha256 ",
+        "The digest matches the seed 3",
+    ):
+        assert text in result.stdout, text
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("where", ["payload", "header", "index"])
+def test_one_flipped_byte_fails_the_command_and_is_named(
+    copy: Path, where: str
+) -> None:
+    """In weights, in metadata, in a total that nobody reads; red when one passes."""
+    path = sorted(copy.glob("*.safetensors"))[0]
+    if where == "index":
+        path = copy / "model.safetensors.index.json"
+    content = path.read_bytes()
+    old, new = {
+        "payload": (content[-9:], content[-9:-1] + bytes([content[-1] ^ 1])),
+        "header": (b'"pt"', b'"qt"'),
+        "index": (b'"total_size": ', b'"total_size": 9'),
+    }[where]
+    path.write_bytes(content.replace(old, new, 1))
+    result = load(copy)
+    assert result.returncode == 1
+    assert "ERROR 1 tensor(s) or file(s) differ from the seed 3" in result.stderr
+    assert "differs from" in result.stdout
+    if where != "payload":
+        assert path.name in result.stderr
+
+
+def test_checkpoint_that_is_not_ours_is_compared_with_official_safetensors(
+    copy: Path,
+) -> None:
+    """Red when a real checkpoint is compared with nothing."""
+    (copy / "loadplan-synth.json").unlink()
+    result = load(copy)
+    assert result.returncode == 0, result.stderr
+    assert "The digest matches official safetensors" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("load", "nowhere"), "ERROR nowhere: no config.json"),
+        (("apply", "llama"), "ERROR no patches for engine 'llama'"),
+        (("status", "sglang", "--target", "nowhere"), "no package 'sglang'"),
+        (("synth", "."), "ERROR"),
+    ],
+)
+def test_error_is_one_line_and_exit_code_1(
+    arguments: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Red when a user sees a traceback."""
+    assert cli.main(list(arguments)) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_load_on_a_pristine_engine_says_what_to_do(checkpoint: Path) -> None:
+    """Red when an unpatched engine fails deep inside."""
+    result = load(checkpoint, tree="pristine")
+    assert result.returncode == 1
+    assert (
+        "sglang is not patched, or not wholly; 'loadplan apply sglang'" in result.stderr
+    )
+
+
+def test_bad_engram_config_is_the_engines_own_error(checkpoint: Path) -> None:
+    """Red when the argument is checked by something else than the server does."""
+    result = load(checkpoint, "--engram-config", '{"placement": "disk"}')
+    assert result.returncode == 1
+    assert "ERROR --engram-config: cannot use" in result.stderr
+
+
+def test_wrong_command_line_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """Red when usage errors look like failed work."""
+    for arguments in ([], ["synth", "out", "--size", "many"], ["serve"]):
+        with pytest.raises(SystemExit) as exit_:
+            cli.main(arguments)
+        assert exit_.value.code == 2
+    assert "no size, expected one like 24G" in capsys.readouterr().err
+
+
+OPTIONS = {
+    "": "--version",
+    "apply": "--target",
+    "revert": "--target",
+    "status": "--json --target",
+    "inspect": "--draft --engram-config --gpu-memory --host-memory --json --nodes "
+    "--plot --tp",
+    "doctor": "--draft --engram-config --json --nodes --pin --tp",
+    "load": "--compare --engine --engine-dir --engram-config --json",
+    "synth": "--engram-fraction --mixed-engram --no-draft --no-index --seed --shards "
+    "--size",
+    "export": "--out",
+}
+
+
+def test_options_are_these() -> None:
+    """Red when one comes or goes; change the table and the docs with it."""
+    parser, commands = cli.make_parser()
+    found = {"": cli.options(parser)}
+    found |= {name: cli.options(command) for name, command in commands.items()}
+    assert found == {
+        name: {*options.split(), "-h", "--help"} for name, options in OPTIONS.items()
+    }
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_every_help_shows_an_example(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when --help stops teaching."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main([*command.split(), "--help"])
+    assert exit_.value.code == 0
+    assert f"Example:\n  loadplan {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("inspekt x", "no command 'inspekt'"),
+        ("inspekt x", "did you mean 'inspect'?"),
+        ("appplly sglang", "did you mean 'apply'?"),
+        ("serve", "no command 'serve', known: apply, "),
+        ("inspect x --jsn", "no option '--jsn'; did you mean '--json'?"),
+        ("inspect x --gpu-mem=96G", "did you mean '--gpu-memory'?"),
+        ("synth x --shard 4", "did you mean '--shards'?"),
+        ("--versoin", "did you mean '--version'?"),
+        ("inspect x --draft dsprak", "choose from"),
+    ],
+)
+def test_unknown_word_gets_a_suggestion(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when a slip of the finger leaves a user alone, or is taken for an option."""
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(words.split())
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_unknown_engine_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    """Red when a user must read a list to find a swapped letter."""
+    assert cli.main(["apply", "sglnag"]) == 1
+    assert "; did you mean 'sglang'?" in capsys.readouterr().err
+
+
+def test_words_after_two_dashes_are_no_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when a folder that is named like an option cannot be given."""
+    assert cli.main(["inspect", "--", "--jsn"]) == 1
+    assert "--jsn: no such folder or file" in capsys.readouterr().err
+
+
+def test_sizes_are_read_in_binary_units() -> None:
+    """Red when 1G is a thousand millions."""
+    sizes = [common.size(text) for text in ("8", "1K", "1.5M", "24g", "1GiB", "2TB")]
+    assert sizes == [8, 1 << 10, 3 << 19, 24 << 30, 1 << 30, 2 << 40]
