@@ -166,10 +166,10 @@ def _load(
 def _sharing_all() -> contextlib.AbstractContextManager:
     """Let ranks share what they read, however little it is."""
     try:
-        from vllm.model_executor.model_loader.loadplan import stream
+        from vllm.model_executor.model_loader.loadplan import broadcast
     except ImportError:
         return contextlib.nullcontext()  # The release has nothing to share.
-    return mock.patch.object(stream, "_LEAST_SHARED_BYTES", 0)
+    return mock.patch.object(broadcast, "LEAST_SHARED_BYTES", 0)
 
 
 def vllm_config() -> Any:

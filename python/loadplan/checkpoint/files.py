@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadplan.core import FileHeader, LoadPlanError, read_headers, read_index
+from loadplan.core.header import FileHeader, LoadPlanError, read_headers, read_index
 
 _CONSOLIDATED = ("consolidated.safetensors", "model.safetensors")
 _DRAFT_FILE = "mtp.safetensors"

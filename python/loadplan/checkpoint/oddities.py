@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from loadplan.checkpoint.files import Checkpoint
-from loadplan.core import LoadPlan, PlannedTensor, Route
+from loadplan.core.plan import LoadPlan, PlannedTensor, Route
 
 _DONE = {
     Route.SKIP: "left out, nothing is read",

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from typing import Any
 
-from loadplan.core import LoadPlanError
+from loadplan.core.header import LoadPlanError
 
 _CHOICES = {
     "placement": ("gpu", "cpu"),

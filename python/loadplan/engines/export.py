@@ -14,22 +14,34 @@ from pathlib import Path, PurePosixPath
 
 from loadplan.engines import prose
 from loadplan.engines.series import Patch, read_series
+from loadplan.engines.stages import added_files, changed_files, own_stages
 from loadplan.engines.targets import Target, data_folder
 from loadplan.errors import EngineError
 
 _PACKAGE = Path(__file__).parents[1]
 # The one package of ours that tests may use: its modules travel with them.
 _STANDIN = "loadplan.standin"
+
+# What a person reviews at one sitting; the first mail is the one that is judged by.
+_MAIL_LINES = 900
+_FIRST_MAIL_LINES = 600
+
 _PROOF_MARKS = ("feature", "guard")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lines:
-    """Added production lines: in existing files, in glue, in core modules."""
+    """Added lines of one mail: in existing files, glue, core, tests, docs."""
 
     hunks: int
     glue: int
     core: int
+    tests: int
+    docs: int
+
+    @property
+    def total(self) -> int:
+        return sum(dataclasses.astuple(self))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,28 +58,45 @@ def plan_export(target: Target) -> list[Commit]:
     """The upstream series of ``target``; nothing is written.
 
     Raises:
-        EngineError: a path is taken upstream, or a patch is larger than its limit.
+        EngineError: a path is taken upstream, or a mail is larger than its limit.
     """
+    series = read_series(target.patches)
     brought: dict[str, str] = {}
     commits = []
-    for patch in read_series(target.patches):
-        glue = _glue(target, patch)
-        core = _core(target, glue)
-        parts = glue | core | _tests(target, patch) | _docs(target, patch)
-        new = {path: text for path, text in parts.items() if path not in brought}
-        lines = Lines(
-            hunks=sum(
-                line.startswith("+") and not line.startswith("+++ ")
-                for line in patch.diff.splitlines()
-            ),
-            glue=_count(glue, new),
-            core=_count(core, new),
-        )
+    for patch, stage in zip(series, own_stages(target, series), strict=True):
+        core, glue = {}, {}
+        for path in added_files(target, patch):
+            part = (
+                core if path.startswith(target.upstream(target.core_folder)) else glue
+            )
+            part[path] = _with_header(target, stage[path])
+        parts = {"core": core, "glue": glue}
+        parts |= {"tests": _tests(target, patch), "docs": _docs(target, patch)}
+        parts = {
+            kind: {path: text for path, text in part.items() if path not in brought}
+            for kind, part in parts.items()
+        }
+        new = {path: text for part in parts.values() for path, text in part.items()}
         brought |= new
-        commits.append(Commit(patch.name.removesuffix(".patch"), patch, new, lines))
+        counts = {kind: _count(part) for kind, part in parts.items()}
+        own = changed_files(target, patch)
+        lines = Lines(hunks=_added(patch, own, inside=False), **counts)
+        lines = dataclasses.replace(lines, glue=lines.glue + _added(patch, own))
+        commits.append(Commit(patch.title, patch, new, lines))
     _check_paths(target, brought)
     _check_limits(target, commits)
     return commits
+
+
+def _added(patch: Patch, own: list[str], *, inside: bool = True) -> int:
+    """Lines that ``patch`` adds to files of its series, or to all others."""
+    count, path = 0, ""
+    for line in patch.diff.splitlines():
+        if line.startswith("+++ b/"):
+            path = line.removeprefix("+++ b/")
+        elif line.startswith("+"):
+            count += (path in own) == inside
+    return count
 
 
 def write_export(target: Target, out: Path) -> list[Commit]:
@@ -109,39 +138,6 @@ def mail(target: Target, commit: Commit, *, number: int, total: int) -> str:
         f"{body}\n\n---\n\n{commit.patch.diff}"
         + "".join(_new_file(path, text) for path, text in sorted(commit.new.items()))
     )
-
-
-def _glue(target: Target, patch: Patch) -> dict[str, str]:
-    core = target.upstream(target.core_folder) + "/"
-    paths = [path for path in patch.trailers("Adds") if path != core]
-    source = data_folder() / "python"
-    return {
-        path: _licensed(target, source / path.removeprefix(target.prefix))
-        for path in paths
-    }
-
-
-def _core(target: Target, glue: dict[str, str]) -> dict[str, str]:
-    """The core modules that ``glue`` imports, with all that they import themselves."""
-    package = target.core_folder.replace("/", ".")
-    wanted = []
-    for text in glue.values():
-        for module, names in _imports(text):
-            if f"{module}.".startswith(f"{package}."):
-                wanted += ["__init__", *module.removeprefix(package)[1:].split(".")]
-                wanted += names
-    found: dict[str, str] = {}
-    while wanted:
-        name = wanted.pop()
-        file = _PACKAGE / "core" / f"{name}.py"
-        path = target.upstream(f"{target.core_folder}/{name}.py")
-        if path in found or not name or not file.is_file():
-            continue
-        found[path] = _licensed(target, file)
-        for module, names in _imports(file.read_text(encoding="utf-8")):
-            if module.startswith("."):
-                wanted += [module[1:], *names]
-    return found
 
 
 def _tests(target: Target, patch: Patch) -> dict[str, str]:
@@ -328,8 +324,8 @@ def _new_file(path: str, text: str) -> str:
     )
 
 
-def _count(part: dict[str, str], new: dict[str, str]) -> int:
-    return sum(len(text.splitlines()) for path, text in part.items() if path in new)
+def _count(part: dict[str, str]) -> int:
+    return sum(len(text.splitlines()) for text in part.values())
 
 
 def _check_paths(target: Target, new: dict[str, str]) -> None:
@@ -352,6 +348,14 @@ def _check_limits(target: Target, commits: list[Commit]) -> None:
             raise EngineError(
                 f"{commit.patch.name}: adds {commit.lines.hunks} lines to existing "
                 f"files, expected fewer than {limit}; move code into the glue"
+            )
+    for number, commit in enumerate(commits):
+        limit = _MAIL_LINES if number else _FIRST_MAIL_LINES
+        if commit.lines.total > limit:
+            raise EngineError(
+                f"{commit.patch.name}: its mail adds {commit.lines.total} lines "
+                f"({commit.lines}), expected at most {limit}; split the patch, or name "
+                "tests that need not go upstream on lines 'Proofs:'"
             )
     heart = [c for c in commits if c.name in target.limits.heart]
     total = sum(commit.lines.hunks + commit.lines.glue for commit in heart)

@@ -16,15 +16,10 @@ from loadplan.checkpoint.estimates import Memory
 from loadplan.checkpoint.files import Checkpoint, read_checkpoint
 from loadplan.checkpoint.oddities import Oddity
 from loadplan.checkpoint.placement import Placement, parse_placement
-from loadplan.core import (
-    FileHeader,
-    LoadPlan,
-    LoadPlanError,
-    PlannedTensor,
-    RouteTotal,
-    make_plan,
-)
-from loadplan.core.ranks import stream_reader
+from loadplan.core import ranks
+from loadplan.core.header import FileHeader, LoadPlanError
+from loadplan.core.loading import decide_routes
+from loadplan.core.plan import LoadPlan, PlannedTensor, RouteTotal
 
 _LARGEST = 5
 
@@ -214,20 +209,20 @@ class _Loads:
                     tables.append(tensor)
                 elif lives(tensor.name):
                     weights += estimates.share(tensor, machine.tp)
-        plan = make_plan(
+        budget = estimates.budget(machine.gpu_memory, weights)
+        plan = decide_routes(
             headers,
-            weight_map=self._checkpoint.weight_map,
+            self._checkpoint.weight_map,
+            ranks.Machine(device_budget=budget),
             host_resident_weight_patterns=placement.host_resident_weight_patterns,
             wanted_weight=wanted_weight,
-            device_budget=estimates.budget(machine.gpu_memory, weights),
-            stream=stream_reader() == "instanttensor",
         )
         gpu = {"weights": weights, "limit": machine.gpu_memory}
         host = {
             "table_share": placement.host_share(machine.nodes),
             "limit": machine.host_memory,
         }
-        ranks = machine.tp // machine.nodes
+        buffers = machine.tp // machine.nodes * estimates.read_buffers(plan)
         return plan, Load(
             what=what,
             routes={route.value: total for route, total in plan.totals().items()},
@@ -235,9 +230,7 @@ class _Loads:
             stock_gpu=estimates.stock_gpu(headers, **gpu),
             plan_gpu=estimates.plan_gpu(plan, tp=machine.tp, **gpu),
             stock_host=estimates.host(tables, buffers=0, **host),
-            plan_host=estimates.host(
-                tables, buffers=ranks * estimates.read_buffers(plan), **host
-            ),
+            plan_host=estimates.host(tables, buffers=buffers, **host),
         )
 
 

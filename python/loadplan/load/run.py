@@ -23,7 +23,8 @@ from typing import Any, Protocol
 import torch
 from safetensors import safe_open
 
-from loadplan.core import LoadPlan, LoadPlanError, PlannedTensor, Route, TensorHeader
+from loadplan.core.header import LoadPlanError, TensorHeader
+from loadplan.core.plan import LoadPlan, PlannedTensor, Route
 from loadplan.load.digests import PIECE, Digests
 from loadplan.load.peaks import Peaks, Watch
 from loadplan.synth import recipes

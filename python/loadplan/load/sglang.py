@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import tqdm
 
-from loadplan.core import LoadPlan
+from loadplan.core.plan import LoadPlan
 from loadplan.standin.gpu import fake_gpu
 from loadplan.standin.placeholders import kernel_placeholders
 

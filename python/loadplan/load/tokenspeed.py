@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 import tqdm
 
-from loadplan.core import LoadPlan, LoadPlanError
+from loadplan.core.header import LoadPlanError
+from loadplan.core.plan import LoadPlan
 from loadplan.standin.gpu import fake_gpu
 
 _LAYOUTS = {"cpu": "shared", "gpu": "gpu"}
@@ -60,7 +61,7 @@ class Tokenspeed:
         The model rejects its tables and then takes them itself, row by row.
         """
         from tokenspeed.runtime.model_loader.loader import DefaultModelLoader
-        from tokenspeed.runtime.model_loader.loadplan import Route
+        from tokenspeed.runtime.model_loader.loadplan.plan import Route
         from tokenspeed.runtime.model_loader.planned_weights import plan_weights
 
         folder, files, _ = self._loader._prepare_weights(
@@ -78,7 +79,7 @@ class Tokenspeed:
         for entry in plan.entries:
             if entry.tensor.name in self._model.tables:
                 self._dtypes[entry.tensor.name] = entry.tensor.torch_dtype
-                entry = dataclasses.replace(entry, route=route, reason="Engram table")
+                entry = entry._replace(route=route, reason="Engram table")
             entries.append(entry)
         return dataclasses.replace(plan, entries=tuple(entries))
 

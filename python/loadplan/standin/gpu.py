@@ -93,16 +93,13 @@ def fake_gpu(
     record = Record() if record is None else record
     stub = make_module(version, record=record, free_memory=free_memory)
 
-    def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-        return record.place(torch.empty(nbytes, dtype=torch.uint8))
-
     cudart = _Cudart(record, host_register_limit)
     # Imported before anything is patched: an import must not see a half-made GPU.
     patches = [
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "cudart", lambda: cudart),
         (torch.cuda, "mem_get_info", lambda device=None: (free_memory, free_memory)),
-        *((spans, "device_buffer", device_buffer) for spans in _read_modules(engine)),
+        *_core_patches(engine, record),
         *_ENGINE_PATCHES.get(engine, list)(),
     ]
     with contextlib.ExitStack() as stack:
@@ -144,10 +141,24 @@ _CORES = {
 }
 
 
-def _read_modules(engine: str) -> list[types.ModuleType]:
-    """READ twice: the library's, and the copy in an engine that is patched."""
-    names = ["loadplan.core.spans", f"{_CORES[engine]}.spans"]
-    return [module for name in names if (module := _module(name)) is not None]
+def _core_patches(engine: str, record: Record) -> Iterator[tuple[Any, str, Any]]:
+    """All that READ takes of a device: in the library, and in a patched engine."""
+
+    def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+        return record.place(torch.empty(nbytes, dtype=torch.uint8))
+
+    def put_on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return record.place(tensor.clone())
+
+    for core in ("loadplan.core", _CORES[engine]):
+        for name, value in (
+            ("spans.device_buffer", device_buffer),
+            ("stream.put_on_device", put_on_device),
+        ):
+            layer, _, function = name.partition(".")
+            module = _module(f"{core}.{layer}")
+            if module is not None:
+                yield module, function, value
 
 
 def _sglang_patches() -> list[tuple[Any, str, Any]]:

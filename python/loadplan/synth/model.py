@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from loadplan.core import LoadPlanError
+from loadplan.core.header import LoadPlanError
 
 # One tensor as a checkpoint names it: name, safetensors dtype, shape in elements.
 Tensor = tuple[str, str, tuple[int, ...]]

@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from loadplan.core import LoadPlanError, TensorHeader
-from loadplan.core.header import INDEX_NAME
+from loadplan.core.header import INDEX_NAME, LoadPlanError, TensorHeader
 from loadplan.synth import model as synth_model
 from loadplan.synth.model import EngramTable, SynthModel, Tensor, tensor_bytes
 
@@ -273,7 +272,7 @@ def _spec(name: str, tensors: Iterable[Tensor]) -> ShardSpec:
     return ShardSpec(
         name,
         tuple(
-            dataclasses.replace(spec, begin=spec.begin + start, end=spec.end + start)
+            spec._replace(begin=spec.begin + start, end=spec.end + start)
             for spec in specs
         ),
     )

@@ -10,7 +10,7 @@ import pytest
 from files import content, write_shard
 from safetensors import SafetensorError, safe_open
 
-from loadplan.core import LoadPlanError, read_header, read_headers, read_index
+from loadplan.core.header import LoadPlanError, read_header, read_headers, read_index
 
 TENSORS = [
     ("byte", "I8", (1,)),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loadplan.core import FileHeader, LoadPlanError, TensorHeader
+from loadplan.core.header import FileHeader, LoadPlanError, TensorHeader
 from loadplan.core.ring import ring_budget, ring_bytes, small_io_depth
 from loadplan.standin import instanttensor_sizes as stub
 

@@ -16,7 +16,9 @@ from files import write_shard
 from loadplan import cli
 from loadplan.checkpoint import estimates, placement
 from loadplan.checkpoint.files import read_checkpoint
-from loadplan.core import LoadPlanError, Route, broadcast, header, spans, stream
+from loadplan.core import header
+from loadplan.core.header import LoadPlanError
+from loadplan.core.plan import Route
 from loadplan.inspection import plot
 from loadplan.inspection.loads import Inspection, Machine, inspect
 from loadplan.synth import recipes
@@ -272,13 +274,6 @@ def test_memory_of_tensors_that_are_read_apart(
     assert load.plan_gpu.parts[estimates.RING] == 0
     assert load.plan_gpu.parts[estimates.ARRIVING] == arriving * MIB
     assert load.plan_host.parts[estimates.BUFFERS] == tp * buffers * MIB
-    # What inspect counts is what the core does.
-    assert estimates._PIECE_BYTES == spans._PIECE_BYTES
-    assert estimates._MOST_PIECES == spans._PIECES_IN_FLIGHT
-    assert estimates._SHARED_BYTES == stream._LEAST_SHARED_BYTES
-    pieces = broadcast._PIECES_PER_STRIPE * broadcast._STRIPES_PER_WINDOW
-    shared = broadcast._WINDOWS_IN_FLIGHT * pieces * spans._PIECE_BYTES
-    assert estimates._SHARED_SPANS == shared
 
 
 def test_buffers_that_break_the_host_are_named(tables: Path) -> None:

@@ -16,7 +16,9 @@ import torch
 from files import write_shard
 from safetensors.torch import load_file
 
-from loadplan.core import LoadPlan, LoadPlanError, make_plan, read_headers
+from loadplan.core.header import LoadPlanError, read_headers
+from loadplan.core.loading import decide_routes
+from loadplan.core.plan import LoadPlan
 from loadplan.load import run
 from loadplan.load.digests import Digests
 from loadplan.load.peaks import Watch
@@ -85,7 +87,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def plan_of(checkpoint: Path) -> LoadPlan:
     headers = read_headers([str(checkpoint / "model.safetensors")])
-    return make_plan(headers, host_resident_weight_patterns=[".engram.embed."])
+    return decide_routes(headers, host_resident_weight_patterns=[".engram.embed."])
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe\xff"])

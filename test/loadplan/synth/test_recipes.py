@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from loadplan.core import LoadPlanError
+from loadplan.core.header import LoadPlanError
 from loadplan.synth import model as synth_model
 from loadplan.synth import recipes
 from loadplan.synth.recipes import SynthOptions

@@ -56,13 +56,14 @@ def sourced(path, tensors):
     """Zeros in the shape of each tensor, with the file's rows behind them."""
     weights = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     try:
-        from sglang.srt.model_loader.loadplan import SafetensorsRowSource, read_header
-        from sglang.srt.model_loader.loadplan.read import OpenFile
+        from sglang.srt.model_loader.loadplan.header import read_header
+        from sglang.srt.model_loader.loadplan.read import OpenFile, SafetensorsRowSource
     except ImportError:
         return weights  # An engine without row sources copies the zeros.
-    for header in read_header(str(path)).tensors:
-        source = SafetensorsRowSource(OpenFile(str(path)), header)
-        weights[header.name].row_source = source
+    file = read_header(str(path))
+    for tensor in file.tensors:
+        source = SafetensorsRowSource(OpenFile(file), tensor)
+        weights[tensor.name].row_source = source
     return weights
 
 
