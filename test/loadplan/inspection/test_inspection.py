@@ -19,7 +19,8 @@ from loadplan.checkpoint.files import read_checkpoint
 from loadplan.core import LoadPlanError, Route, broadcast, header, spans, stream
 from loadplan.inspection import plot
 from loadplan.inspection.loads import Inspection, Machine, inspect
-from loadplan.synth import recipes
+from loadplan.synth.options import SynthOptions
+from loadplan.synth.writer import synthesize
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = Path(__file__).parent / "golden"
@@ -48,8 +49,8 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("synth")
     for name, mixed in (("mixed", True), ("apart", False)):
-        options = recipes.SynthOptions(size=8 << 20, mixed_engram=mixed)
-        recipes.synthesize(folder / name, options)
+        options = SynthOptions(size=8 << 20, mixed_engram=mixed)
+        synthesize(folder / name, options)
     return folder
 
 
