@@ -19,7 +19,6 @@ import patch_table
 from refresh_patches import BUILD, applies_to, diff
 
 from loadplan.engines import export
-from loadplan.engines.apply import sha256
 from loadplan.engines.series import (
     Patch,
     apply_hunks,
@@ -27,6 +26,7 @@ from loadplan.engines.series import (
     read_series,
     series_names,
 )
+from loadplan.engines.survey import sha256
 from loadplan.engines.targets import Target, data_folder, load_targets
 
 _SUBJECT = re.compile(r"\[PATCH\] [a-z]+\([a-z0-9-]+\): [^A-Z].*[^.]")

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import patch_table
 
-from loadplan.engines.apply import sha256
 from loadplan.engines.series import Hunk, Patch, apply_hunks, read_series
+from loadplan.engines.survey import sha256
 from loadplan.engines.targets import Target, find_target, load_targets
 
 BUILD = Path(__file__).resolve().parents[1] / "build"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loadplan.commands import common
-from loadplan.engines import apply, targets
-from loadplan.engines.apply import FileState
+from loadplan.engines import targets
+from loadplan.engines.survey import FileState, file_states
 from loadplan.errors import EngineError
 from loadplan.units import gib
 
@@ -64,7 +64,7 @@ def _run(arguments: argparse.Namespace) -> int:
         sys.path.insert(0, str(root))
     else:
         root = common.locate(arguments.engine, None)[1]
-    if set(apply.file_states(target, root).values()) != {FileState.PATCHED}:
+    if set(file_states(target, root).values()) != {FileState.PATCHED}:
         raise EngineError(
             f"{root}: {target.name} is not patched, or not wholly; "
             f"'loadplan apply {target.name}' does that"
