@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-    from loadplan.load.run import LoadReport
+    from loadplan.load.report import LoadReport
 
 
 def add(commands: Any) -> None:
@@ -55,9 +55,10 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from loadplan.load import run
+    from loadplan.load.engine import check_checkpoint, open_engine
+    from loadplan.load.run import run_load
 
-    run.check_checkpoint(arguments.checkpoint)
+    check_checkpoint(arguments.checkpoint)
     target = targets.find_target(arguments.engine)
     if arguments.engine_dir is not None:
         root = targets.find_root(target, arguments.engine_dir).resolve()
@@ -72,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     console = Console(quiet=arguments.json)
     with common.progress_bar() as progress:
         steps = _Bar(progress, f"opening {target.name}")
-        with run.open_engine(
+        with open_engine(
             target.name, arguments.checkpoint, engram_config=arguments.engram_config
         ) as engine:
             steps.begin("planning", 0)
@@ -81,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
             console.print(f"InstantTensor: {reader}")
             console.print(f"Engram tables: {engine.tables()}")
             console.print(_plan_table(plan))
-            report = run.run_load(
+            report = run_load(
                 engine,
                 plan,
                 arguments.checkpoint,
