@@ -35,7 +35,7 @@ DRAFTS = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Hardware:
     """What a checkpoint will be loaded on: GPUs in one group, memory in bytes of each.
 
     None for a memory means that nobody said.
@@ -97,7 +97,7 @@ class Inspection:
     tensors: int
     nbytes: int
     indexed: bool
-    machine: Machine
+    machine: Hardware
     placement: Placement
     draft: str | None
     loads: tuple[Load, ...]
@@ -119,7 +119,7 @@ class Inspection:
 def inspect(
     paths: Sequence[Path],
     *,
-    machine: Machine,
+    machine: Hardware,
     engram_config: str,
     draft: str | None = None,
 ) -> Inspection:
@@ -160,7 +160,7 @@ class _Loads:
     """Makes the plans of one checkpoint on one machine, and what they take."""
 
     def __init__(
-        self, checkpoint: Checkpoint, *, machine: Machine, placement: Placement
+        self, checkpoint: Checkpoint, *, machine: Hardware, placement: Placement
     ) -> None:
         self._checkpoint = checkpoint
         self._machine = machine

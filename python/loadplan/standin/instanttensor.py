@@ -19,7 +19,7 @@ from loadplan.standin.backends import Backend, BackendPolicy
 from loadplan.standin.opened import SafeOpen019, SafeOpen022
 
 if TYPE_CHECKING:
-    from loadplan.standin.records import Record
+    from loadplan.standin.journal import Journal
 
 _RELEASES: dict[str, type[SafeOpen022]] = {
     "0.1.9": SafeOpen019,
@@ -27,12 +27,14 @@ _RELEASES: dict[str, type[SafeOpen022]] = {
 }
 
 
-def make_module(version: str, *, record: Record, free_memory: int) -> types.ModuleType:
+def make_module(
+    version: str, *, journal: Journal, free_memory: int
+) -> types.ModuleType:
     """Build a module object that stands for one release of `instanttensor`.
 
     Args:
         version: "0.2.2" or "0.1.9".
-        record: Takes every call, yielded name and placed storage.
+        journal: Takes every call, yielded name and placed storage.
         free_memory: Free memory of the pretended device, in bytes.
 
     Raises:
@@ -52,7 +54,7 @@ def make_module(version: str, *, record: Record, free_memory: int) -> types.Modu
         "safe_open",
         (release,),
         {
-            "_record": record,
+            "_journal": journal,
             "_free_memory": free_memory,
             # `__new__` would hide the arguments from inspect.signature(safe_open).
             "__signature__": signature.replace(parameters=parameters),

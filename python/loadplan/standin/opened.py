@@ -16,7 +16,7 @@ from loadplan.standin.dtypes import TORCH_DTYPES_019, TORCH_DTYPES_022
 from loadplan.standin.settings import settings_from
 
 if TYPE_CHECKING:
-    from loadplan.standin.records import Record
+    from loadplan.standin.journal import Journal
 
 # What a reader of memory that nobody filled gets; zeros would look like weights.
 _STALE_BYTE = b"\xa5"
@@ -26,7 +26,7 @@ _POSITIONAL = ("filename", "framework", "device", "process_group")
 class SafeOpen022:
     """An opened list of files, as release 0.2.2 has it."""
 
-    _record: Record
+    _journal: Journal
     _free_memory: int
     _dtypes = TORCH_DTYPES_022
     _hangs_on_short_file = True
@@ -87,8 +87,8 @@ class SafeOpen022:
             raw = self._fetch(entry, file_index, offset)
             raw = raw.clone() if self.copy else raw
             tensor = raw.view(dtype).view(torch.Size(entry["shape"]))
-            self._record.place(tensor)
-            self._record.names.append(name)
+            self._journal.place(tensor)
+            self._journal.names.append(name)
             yield name, tensor
 
     def keys(self) -> list[str]:
@@ -111,7 +111,7 @@ class SafeOpen022:
     def _start(self, arguments: dict[str, Any]) -> None:
         filename, process_group = arguments["filename"], arguments["process_group"]
         one = isinstance(filename, str | os.PathLike)
-        self._record.note_call(
+        self._journal.note_call(
             files=(filename,) if one else tuple(filename),  # Before they are sorted.
             device=arguments["device"],
             process_group=process_group,
@@ -205,7 +205,7 @@ class SafeOpen022:
         self._slot = bytearray(_STALE_BYTE) * max(largest, 1)
         self._ring = torch.frombuffer(self._slot, dtype=torch.uint8)
         if not self.copy:
-            self._record.place(self._ring)
+            self._journal.place(self._ring)
 
     def _compare_layouts(self) -> None:
         """Ranks that read different files would hang or mix bytes: say so instead."""
@@ -245,7 +245,7 @@ class SafeOpen022:
             file = self._files[file_index]
             file.seek(offset)
             read = file.readinto(memoryview(self._slot)[:claimed])
-            self._record.bytes_read += read
+            self._journal.bytes_read += read
             if read < min(claimed, end - begin) and self._hangs_on_short_file:
                 raise RuntimeError(f"{file.name}: too short, the library hangs here")
         if self.process_group is not None:

@@ -18,7 +18,7 @@ from loadplan.checkpoint import estimates, placement
 from loadplan.checkpoint.files import read_checkpoint
 from loadplan.core import LoadPlanError, Route, broadcast, header, spans, stream
 from loadplan.inspection import plot
-from loadplan.inspection.loads import Inspection, Machine, inspect
+from loadplan.inspection.loads import Hardware, Inspection, inspect
 from loadplan.synth.options import SynthOptions
 from loadplan.synth.writer import synthesize
 
@@ -36,7 +36,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def look(folder: Path, *, draft: str | None = None, config: str = CPU, **machine):
     return inspect(
-        [folder], machine=Machine(**machine), engram_config=config, draft=draft
+        [folder], machine=Hardware(**machine), engram_config=config, draft=draft
     )
 
 
@@ -351,7 +351,7 @@ def test_table_in_gpu_memory_is_kept_from_the_stream_where_it_is_too_large(
 def test_groups_that_do_not_divide_are_refused() -> None:
     """Red when half a rank seems possible."""
     with pytest.raises(LoadPlanError, match="--nodes: 3 for --tp 8"):
-        Machine(tp=8, nodes=3)
+        Hardware(tp=8, nodes=3)
 
 
 # Odd things: what is found, and what will be done.
@@ -425,7 +425,7 @@ def test_consolidated_file_beside_a_whole_one_is_set_aside(tmp_path: Path) -> No
 
 def test_files_of_one_folder_may_be_named(tables: Path) -> None:
     """Red when a list of files is not looked at alone."""
-    machine = Machine()
+    machine = Hardware()
     files = [tables / "a.safetensors"]
     inspection = inspect(files, machine=machine, engram_config=CPU)
     assert (inspection.files, inspection.tensors) == (1, 2)

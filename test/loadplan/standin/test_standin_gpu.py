@@ -15,7 +15,8 @@ import pytest
 import torch
 from odd_files import Case, Shard
 
-from loadplan.standin import gpu, records
+from loadplan.standin import gpu
+from loadplan.standin.journal import HostRegistration
 
 MEMORY = Path("/dev/shm")
 
@@ -72,22 +73,22 @@ def test_library_is_found_while_pretended():
 def test_read_takes_its_memory_on_the_pretended_device():
     """Red when READ takes device memory otherwise than by its one function."""
     spans = importlib.import_module("loadplan.core.spans")
-    with gpu.fake_gpu() as record:
+    with gpu.fake_gpu() as journal:
         taken = spans.device_buffer(6, torch.device("cuda", 0))
         assert (taken.numel(), taken.dtype) == (6, torch.uint8)
-        assert record.on_device(taken)
+        assert journal.on_device(taken)
 
 
-def test_host_registration_is_recorded_and_fails_above_its_limit():
+def test_host_registration_is_noted_and_fails_above_its_limit():
     """Red when a host table that cannot be pinned goes unnoticed on this machine."""
-    with gpu.fake_gpu(host_register_limit=100) as record:
+    with gpu.fake_gpu(host_register_limit=100) as journal:
         cudart = torch.cuda.cudart()
         assert torch.cuda.current_device() == 0
         assert int(cudart.cudaHostRegister(4096, 100, 0)) == 0
         assert int(cudart.cudaHostRegister(8192, 101, 2)) == 2
-    assert record.host_registrations == [
-        records.HostRegistration(4096, 100, 0, error=0),
-        records.HostRegistration(8192, 101, 2, error=2),
+    assert journal.host_registrations == [
+        HostRegistration(4096, 100, 0, error=0),
+        HostRegistration(8192, 101, 2, error=2),
     ]
 
 
@@ -128,12 +129,12 @@ def test_sglang_streams_a_checkpoint_through_the_stub(sglang_loader, tmp_path):
     Case("model", shards).write(tmp_path, MEMORY)
     loader = sglang_loader.DefaultModelLoader(LoadConfig(load_format="instanttensor"))
     source = sglang_loader.DefaultModelLoader.Source(str(tmp_path), None)
-    with gpu.fake_gpu() as record, get_context().override_server_args():
+    with gpu.fake_gpu() as journal, get_context().override_server_args():
         items = list(loader._get_weights_iterator(source))
-        assert all(record.on_device(tensor) for _, tensor in items)
+        assert all(journal.on_device(tensor) for _, tensor in items)
     got = [odd_files.described(*item) for item in items]
     assert got == [odd_files.honest(s, e) for s in shards for e in s.tensors]
-    (call,) = record.calls
+    (call,) = journal.calls
     assert [Path(file).name for file in call.files] == [shard.file for shard in shards]
     assert call.device == torch.device("cuda", 0)
     assert call.process_group is None

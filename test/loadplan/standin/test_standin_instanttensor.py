@@ -189,12 +189,12 @@ def test_group_of_one_is_taken_but_not_with_a_filter(good, tmp_path):
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        record = gpu.Record()
-        stub = gpu.make_module(record=record)
+        journal = gpu.Journal()
+        stub = gpu.make_module(journal=journal)
         group = dist.group.WORLD
         with _opened(stub, good, process_group=group) as opened:
             assert [name for name, _ in opened.tensors()] == ["a", "b", "c"]
-        assert record.calls[0].process_group is group
+        assert journal.calls[0].process_group is group
         with pytest.raises(
             ValueError, match="tensor_filter requires process_group=None"
         ):

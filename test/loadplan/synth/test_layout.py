@@ -44,7 +44,7 @@ def test_published_size_has_the_published_files_and_layers() -> None:
 
 
 def test_table_rows_dtypes_and_bounds_agree_with_the_layout() -> None:
-    """Red if a table's record and its tensors in the file part ways."""
+    """Red if a table's rows and its tensors in the file part ways."""
     tensors = tensors_of(SMALL)
     for table in engram_tables(SMALL):
         prefix = f"layers.{table.layer_id}.engram.embed"

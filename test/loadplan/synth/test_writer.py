@@ -135,7 +135,7 @@ def test_mixed_tables_share_their_files_with_other_tensors(tmp_path: Path) -> No
 def test_without_index_only_the_index_file_is_missing(
     small: Path, tmp_path: Path
 ) -> None:
-    """Red if ``index`` changes anything but the index and the record of options."""
+    """Red if ``index`` changes anything but the index and the written options."""
     writer.synthesize(tmp_path / "out", dataclasses.replace(SMALL, index=False))
     ours, full = snapshot(tmp_path / "out"), snapshot(small)
     assert full.keys() - ours.keys() == {INDEX_NAME}
