@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import sys
@@ -48,15 +49,18 @@ def add(commands: Any) -> None:
         action="store_true",
         help="load with the engine's default loader too, and compare",
     )
+    command.add_argument(
+        "--log",
+        type=Path,
+        metavar="FILE",
+        help="write into FILE what the engine prints (default: print it)",
+    )
     common.add_json(command)
     command.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from loadplan.load.engine import check_checkpoint, open_engine
-    from loadplan.load.run import run_load
+    from loadplan.load.engine import check_checkpoint
 
     check_checkpoint(arguments.checkpoint)
     target = targets.find_target(arguments.engine)
@@ -70,30 +74,20 @@ def _run(arguments: argparse.Namespace) -> int:
             f"{root}: {target.name} is not patched, or not wholly; "
             f"'loadplan apply {target.name}' does that"
         )
-    console = Console(quiet=arguments.json)
-    with common.progress_bar() as progress:
-        steps = _Bar(progress, f"opening {target.name}")
-        with open_engine(
-            target.name, arguments.checkpoint, engram_config=arguments.engram_config
-        ) as engine:
-            steps.begin("planning", 0)
-            reader = _reader()
-            plan = engine.plan()
-            console.print(f"InstantTensor: {reader}")
-            console.print(f"Engram tables: {engine.tables()}")
-            console.print(_plan_table(plan))
-            report = run_load(
-                engine,
-                plan,
-                arguments.checkpoint,
-                reader=reader,
-                compare=arguments.compare,
-                steps=steps,
-            )
+    try:
+        return _show(arguments, _load(arguments, target.name))
+    finally:
+        if arguments.log is not None and arguments.log.exists():
+            sys.stdout.flush()
+            print(f"What {target.name} printed: {arguments.log}", file=sys.stderr)
+
+
+def _show(arguments: argparse.Namespace, report: LoadReport) -> int:
+    """Print the report; the exit code."""
     if arguments.json:
         print(json.dumps(dataclasses.asdict(report), indent=2))
     else:
-        _print_report(console, report)
+        _print_report(_console(), report)
     if report.wrong:
         print(
             f"ERROR {len(report.wrong)} tensor(s) or file(s) differ from "
@@ -105,6 +99,44 @@ def _run(arguments: argparse.Namespace) -> int:
         print("ERROR the default loader's bytes differ", file=sys.stderr)
         return 1
     return 0
+
+
+def _load(arguments: argparse.Namespace, name: str) -> LoadReport:
+    """Show the plan, then load."""
+    from loadplan.load import noise
+    from loadplan.load.engine import open_engine
+    from loadplan.load.run import run_load
+
+    console = _console(quiet=arguments.json)
+    with common.progress_bar() as progress, contextlib.ExitStack() as stack:
+        steps = _Bar(progress, f"opening {name}")
+        if arguments.log is not None:
+            out, err = stack.enter_context(noise.kept_in(arguments.log))
+            console.file, progress.console.file = out, err
+            stack.callback(setattr, progress.console, "file", None)
+        with open_engine(
+            name, arguments.checkpoint, engram_config=arguments.engram_config
+        ) as engine:
+            steps.begin("planning", 0)
+            reader = _reader()
+            plan = engine.plan()
+            console.print(f"InstantTensor: {reader}")
+            console.print(f"Engram tables: {engine.tables()}")
+            console.print(_plan_table(plan))
+            return run_load(
+                engine,
+                plan,
+                arguments.checkpoint,
+                reader=reader,
+                compare=arguments.compare,
+                steps=steps,
+            )
+
+
+def _console(**options: Any) -> Console:
+    from rich.console import Console
+
+    return Console(**options)
 
 
 class _Bar:
@@ -177,17 +209,22 @@ def _print_report(console: Console, report: LoadReport) -> None:
         f"To the GPU: {gib(device)}; whole files would put {stock} there. "
         f"{report.loading_seconds:.2f} s, {report.seconds:.2f} s with checking."
     )
-    console.print(_peaks_table(report))
-    if report.default is not None:
-        times = report.default.seconds / report.default.loadplan_seconds
-        text = (
-            f"Without checking: {report.default.loadplan_seconds:.2f} s, and "
-            f"{report.default.seconds:.2f} s by the default loader, {times:.1f} times "
-            "as long."
+    if report.peaks.device is None:
+        # The stub holds in host memory what would be on the GPU.
+        console.print(
+            "Without a GPU times and memory mean nothing: InstantTensor is a stub."
         )
-        if report.peaks.device is None:
-            text = "Without a GPU the times mean nothing: InstantTensor is a stub."
-        console.print(text)
+    else:
+        console.print(_peaks_table(report))
+        if report.default is not None:
+            times = report.default.seconds / report.default.loadplan_seconds
+            console.print(
+                f"Without checking: {report.default.loadplan_seconds:.2f} s, and "
+                f"{report.default.seconds:.2f} s by the default loader, {times:.1f} "
+                "times as long."
+            )
+    if report.default is not None and report.default.same:
+        console.print("The default loader brought the same bytes.")
     verdict = "differs from" if report.wrong else "matches"
     console.print(f"sha256 {report.digest}")
     console.print(f"The digest {verdict} {report.reference}.")
