@@ -1,7 +1,7 @@
 """What a load will do, from the headers alone: no payload, no engine, no GPU.
 
 The routes are those of the same plan that a patched engine makes. Memory is an
-estimate, see ``memory``; stock is the unpatched engine, which streams whole files.
+estimate, see ``estimates``; stock is the unpatched engine, which streams whole files.
 """
 
 from __future__ import annotations

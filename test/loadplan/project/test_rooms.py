@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import tomllib
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ROOT / "python" / "loadplan"
+PAGE = ROOT / "docs" / "architecture.md"
 LAYERS = PACKAGE / "core" / "LAYERS.toml"
 LONGEST = 350
 
@@ -196,3 +198,26 @@ def test_layer_that_imports_a_later_one_is_found() -> None:
         "core.stream imports core.spans",
         "core.spans is no layer",
     ]
+
+
+def test_drawing_shows_the_imports_between_rooms() -> None:
+    """Red when docs/architecture.md draws other arrows than the imports are."""
+    folders = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
+    arrows = {
+        (room_of(module), room_of(name))
+        for module, text in sources()
+        for name, _ in imports(module, text)
+    }
+    between = {(a, b) for a, b in arrows if a != b and {a, b} <= folders}
+    drawn = re.findall(r"^  (\w+) --> (\w+)$", PAGE.read_text("utf-8"), re.MULTILINE)
+    assert sorted(drawn) == sorted(between)
+
+
+def test_rooms_and_files_that_the_page_names_are_there() -> None:
+    """Red when a room has no row, or the page leads to a file that has moved."""
+    text = PAGE.read_text("utf-8")
+    for file in PACKAGE.glob("*/__init__.py"):
+        assert f"| `{file.parent.name}/` |" in text
+    for name in re.findall(r"`([\w./-]+\.(?:py|patch|toml|txt))`", text):
+        places = [ROOT / name, PACKAGE / name, *(ROOT / "python").rglob(name)]
+        assert any(place.is_file() for place in places), name
