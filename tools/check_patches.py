@@ -19,7 +19,6 @@ import patch_table
 from refresh_patches import BUILD, applies_to, diff
 
 from loadplan.engines import export
-from loadplan.engines.apply import sha256
 from loadplan.engines.series import (
     Patch,
     apply_hunks,
@@ -28,6 +27,7 @@ from loadplan.engines.series import (
     series_names,
 )
 from loadplan.engines.stages import added_files, own_stages
+from loadplan.engines.survey import sha256
 from loadplan.engines.targets import Target, data_folder, load_targets
 
 _SUBJECT = re.compile(r"\[PATCH\] [a-z]+\([a-z0-9-]+\): [^A-Z].*[^.]")

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import patch_table
 
-from loadplan.engines.apply import sha256
 from loadplan.engines.series import (
     Hunk,
     Patch,
@@ -26,6 +25,7 @@ from loadplan.engines.series import (
     reverse_hunks,
 )
 from loadplan.engines.stages import changed_files
+from loadplan.engines.survey import sha256
 from loadplan.engines.targets import Target, find_target, load_targets
 
 BUILD = Path(__file__).resolve().parents[1] / "build"

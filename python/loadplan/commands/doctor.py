@@ -51,12 +51,12 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from loadplan import doctor
     from loadplan.checkpoint.placement import parse_placement
-    from loadplan.inspection.loads import Machine
+    from loadplan.inspection.loads import Hardware
 
     if arguments.checkpoint:
         need = doctor.need_of(
             arguments.checkpoint,
-            machine=Machine(tp=arguments.tp, nodes=arguments.nodes),
+            machine=Hardware(tp=arguments.tp, nodes=arguments.nodes),
             engram_config=arguments.engram_config,
             draft=arguments.draft,
             pin=arguments.pin,

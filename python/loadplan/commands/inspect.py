@@ -69,7 +69,7 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from loadplan.inspection.loads import Machine, inspect
+    from loadplan.inspection.loads import Hardware, inspect
 
     if arguments.plot is not None:
         from loadplan.inspection import plot
@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with _no_collection():
         inspection = inspect(
             arguments.checkpoint,
-            machine=Machine(
+            machine=Hardware(
                 tp=arguments.tp,
                 nodes=arguments.nodes,
                 gpu_memory=arguments.gpu_memory,

@@ -38,9 +38,11 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from loadplan.synth import recipes
+    from loadplan.synth.layout import layout
+    from loadplan.synth.options import SynthOptions
+    from loadplan.synth.writer import synthesize
 
-    options = recipes.SynthOptions(
+    options = SynthOptions(
         size=arguments.size,
         engram_fraction=arguments.engram_fraction,
         seed=arguments.seed,
@@ -49,11 +51,11 @@ def _run(arguments: argparse.Namespace) -> int:
         draft=not arguments.no_draft,
         shards=arguments.shards,
     )
-    shards = recipes.layout(options)
+    shards = layout(options)
     total = sum(shard.nbytes for shard in shards)
     with common.progress_bar() as progress:
         task = progress.add_task("Writing", total=total)
-        recipes.synthesize(
+        synthesize(
             arguments.out,
             options,
             progress=lambda nbytes: progress.advance(task, nbytes),

@@ -245,8 +245,8 @@ def _check_same(path: str, status: os.stat_result, expected: tuple[int, ...]) ->
     *_, size, _ = expected
     if status.st_size < size:
         raise ShortFileError(
-            f"{path}: changed while loading: ends at byte {status.st_size}, expected "
-            f"{size} B; load again when nothing writes to the checkpoint"
+            f"{path}: ends at byte {status.st_size}, expected {size} B: it changed "
+            "while loading; load again when nothing writes to the checkpoint"
         )
     if _version(status) != expected:
         raise LoadPlanError(

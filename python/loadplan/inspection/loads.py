@@ -1,7 +1,7 @@
 """What a load will do, from the headers alone: no payload, no engine, no GPU.
 
 The routes are those of the same plan that a patched engine makes. Memory is an
-estimate, see ``memory``; stock is the unpatched engine, which streams whole files.
+estimate, see ``estimates``; stock is the unpatched engine, which streams whole files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DRAFTS = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Hardware:
     """What a checkpoint will be loaded on: GPUs in one group, memory in bytes of each.
 
     None for a memory means that nobody said.
@@ -92,7 +92,7 @@ class Inspection:
     tensors: int
     nbytes: int
     indexed: bool
-    machine: Machine
+    machine: Hardware
     placement: Placement
     draft: str | None
     loads: tuple[Load, ...]
@@ -114,7 +114,7 @@ class Inspection:
 def inspect(
     paths: Sequence[Path],
     *,
-    machine: Machine,
+    machine: Hardware,
     engram_config: str,
     draft: str | None = None,
 ) -> Inspection:
@@ -155,7 +155,7 @@ class _Loads:
     """Makes the plans of one checkpoint on one machine, and what they take."""
 
     def __init__(
-        self, checkpoint: Checkpoint, *, machine: Machine, placement: Placement
+        self, checkpoint: Checkpoint, *, machine: Hardware, placement: Placement
     ) -> None:
         self._checkpoint = checkpoint
         self._machine = machine

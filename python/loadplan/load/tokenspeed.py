@@ -1,4 +1,4 @@
-"""The patched TokenSpeed as a host for one load, on a single rank."""
+"""The patched TokenSpeed for one load, on a single rank."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _tables_model(config: SimpleNamespace, layout: str) -> Any:
 
 
 @contextlib.contextmanager
-def open_host(checkpoint: Path, *, engram_config: str | None) -> Iterator[Tokenspeed]:
+def open_engine(checkpoint: Path, *, engram_config: str | None) -> Iterator[Tokenspeed]:
     """TokenSpeed from ``sys.path``, on the GPU or on the stub of one."""
     # It serves what TokenSpeed's imports ask for and is not installed.
     from loadplan.standin import tokenspeed  # noqa: F401

@@ -162,7 +162,7 @@ OPTIONS = {
     "inspect": "--draft --engram-config --gpu-memory --host-memory --json --nodes "
     "--plot --tp",
     "doctor": "--draft --engram-config --json --nodes --pin --tp",
-    "load": "--compare --engine --engine-dir --engram-config --json",
+    "load": "--compare --engine --engine-dir --engram-config --json --log",
     "synth": "--engram-fraction --mixed-engram --no-draft --no-index --seed --shards "
     "--size",
     "export": "--out",

@@ -178,8 +178,8 @@ def load(folder: Path, checkpoint: Checkpoint) -> list[tuple[str, Raw]]:
         host_resident_weight_patterns=checkpoint.patterns,
         wanted_weight=None if wanted is None else wanted.__contains__,
     )
-    record = gpu.Record()
-    stub = gpu.make_module(record=record)
+    journal = gpu.Journal()
+    stub = gpu.make_module(journal=journal)
 
     def stream(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         with stub.safe_open(files, framework="pt", device=0) as opened:
@@ -188,9 +188,9 @@ def load(folder: Path, checkpoint: Checkpoint) -> list[tuple[str, Raw]]:
     pairs = []
     for name, tensor in run_load(plan, stream_files=stream, device=torch.device("cpu")):
         if any(pattern in name for pattern in checkpoint.patterns):
-            assert not record.on_device(tensor), name
+            assert not journal.on_device(tensor), name
         pairs.append((name, raw(tensor)))
-    assert len(record.calls) <= 1
+    assert len(journal.calls) <= 1
     return pairs
 
 

@@ -20,8 +20,9 @@ from loadplan.core import header
 from loadplan.core.header import LoadPlanError
 from loadplan.core.plan import Route
 from loadplan.inspection import plot
-from loadplan.inspection.loads import Inspection, Machine, inspect
-from loadplan.synth import recipes
+from loadplan.inspection.loads import Hardware, Inspection, inspect
+from loadplan.synth.options import SynthOptions
+from loadplan.synth.writer import synthesize
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = Path(__file__).parent / "golden"
@@ -37,7 +38,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def look(folder: Path, *, draft: str | None = None, config: str = CPU, **machine):
     return inspect(
-        [folder], machine=Machine(**machine), engram_config=config, draft=draft
+        [folder], machine=Hardware(**machine), engram_config=config, draft=draft
     )
 
 
@@ -50,8 +51,8 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("synth")
     for name, mixed in (("mixed", True), ("apart", False)):
-        options = recipes.SynthOptions(size=8 << 20, mixed_engram=mixed)
-        recipes.synthesize(folder / name, options)
+        options = SynthOptions(size=8 << 20, mixed_engram=mixed)
+        synthesize(folder / name, options)
     return folder
 
 
@@ -345,7 +346,7 @@ def test_table_in_gpu_memory_is_kept_from_the_stream_where_it_is_too_large(
 def test_groups_that_do_not_divide_are_refused() -> None:
     """Red when half a rank seems possible."""
     with pytest.raises(LoadPlanError, match="--nodes: 3 for --tp 8"):
-        Machine(tp=8, nodes=3)
+        Hardware(tp=8, nodes=3)
 
 
 # Odd things: what is found, and what will be done.
@@ -419,7 +420,7 @@ def test_consolidated_file_beside_a_whole_one_is_set_aside(tmp_path: Path) -> No
 
 def test_files_of_one_folder_may_be_named(tables: Path) -> None:
     """Red when a list of files is not looked at alone."""
-    machine = Machine()
+    machine = Hardware()
     files = [tables / "a.safetensors"]
     inspection = inspect(files, machine=machine, engram_config=CPU)
     assert (inspection.files, inspection.tensors) == (1, 2)

@@ -135,7 +135,7 @@ def stream_on_rank(rank, tp_size, folder, free_memory):
         return read[-1]
 
     with (
-        fake_gpu(free_memory=free_memory) as record,
+        fake_gpu(free_memory=free_memory) as journal,
         fake_peer_shards(),
         mock.patch.object(os, "preadv", counted),
     ):
@@ -152,7 +152,7 @@ def stream_on_rank(rank, tp_size, folder, free_memory):
     return SimpleNamespace(
         rows=(table.row_start, table.rows),
         peer=table.peer is not None,
-        on_device=[name for name, t in weights.items() if record.on_device(t)],
+        on_device=[name for name, t in weights.items() if journal.on_device(t)],
         mapped=mapped_bytes(folder),
         read=sum(read),
         content={name: tensor_bytes(getattr(table, name)) for name in PARTS},
