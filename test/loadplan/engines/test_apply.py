@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import resource
@@ -284,6 +285,43 @@ def test_full_disk_changes_nothing(
                 break
         assert snapshot(root) == before
     assert room > 8
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EINVAL, errno.EIO])
+def test_owner_that_cannot_be_given(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As in a rootless container, for an owner that is not mapped there (EINVAL).
+
+    Red when apply stops at it, or goes on after a disk's error.
+    """
+    before = snapshot(root)
+    real = Path.stat
+
+    def of_somebody_else(self: Path, **options: bool) -> os.stat_result:
+        values = list(real(self, **options))
+        values[4] += 1  # st_uid
+        return os.stat_result(values)
+
+    def refuse(*arguments: object, **options: object) -> None:
+        refused.append(arguments)
+        raise OSError(number, os.strerror(number))
+
+    refused: list[object] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", of_somebody_else)
+        patch.setattr(os, "fchown", refuse)
+        patch.setattr(os, "chown", refuse)
+        if number == errno.EIO:
+            with pytest.raises(EngineError, match="Input/output.*nothing was changed"):
+                apply.apply(TARGET, root)
+            assert snapshot(root) == before
+            return
+        apply.apply(TARGET, root)
+    assert len(refused) > 8
+    assert states(root) == {FileState.PATCHED}
+    apply.revert(TARGET, root)
+    assert snapshot(root) == before
 
 
 def test_kernel_that_stops_a_write_in_the_middle_changes_nothing(root: Path) -> None:
