@@ -55,7 +55,7 @@ def stranger(path: str) -> str:
         return "an empty file; download it again"
     if not any(head):
         return "zero bytes at its begin, a download that was cut off; download it again"
-    if not any(head[4:8]):
+    if len(head) >= 8 and not any(head[4:8]):
         return ""  # a header's length, which is below 100 MB
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     for begin, words in _FORMATS:
