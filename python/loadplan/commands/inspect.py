@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadplan.commands import common
+from loadplan.commands import common, numbers
 from loadplan.units import gib
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
     for place, holder in (("gpu", "one GPU"), ("host", "one host")):
         command.add_argument(
             f"--{place}-memory",
-            type=common.size,
+            type=numbers.size("1M", "1048576T"),
             metavar="SIZE",
             help=f"free memory of {holder}, like 96G",
         )

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from loadplan.commands import common
+from loadplan.commands import common, numbers
 from loadplan.units import gib
 
 
@@ -22,11 +22,24 @@ def add(commands: Any) -> None:
     )
     command.add_argument("out", type=Path, help="a folder that is empty or absent")
     command.add_argument(
-        "--size", type=common.size, default="64M", help="bytes, like 64M"
+        "--size",
+        type=numbers.size("8M", "4T"),
+        default="64M",
+        help="of all tensors, like 64M (the default)",
     )
-    command.add_argument("--engram-fraction", type=float, metavar="F", default=0.4)
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--shards", type=int, help="how many files")
+    command.add_argument(
+        "--engram-fraction",
+        type=numbers.fraction(0.05, 0.9),
+        metavar="F",
+        default=0.4,
+        help="share of it in the Engram tables, 0.05 to 0.9 (default: 0.4)",
+    )
+    command.add_argument(
+        "--seed", type=numbers.whole(0, (1 << 64) - 1), default=0, help="default: 0"
+    )
+    command.add_argument(
+        "--shards", type=numbers.whole(1, 100_000), help="how many files"
+    )
     command.add_argument(
         "--mixed-engram",
         action="store_true",

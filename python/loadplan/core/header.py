@@ -17,7 +17,11 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .content import stranger
+from .small_file import read_json
+
 INDEX_NAME = "model.safetensors.index.json"
+_INDEX = "a JSON object whose weight_map maps tensor names to shards"
 
 # The file starts with the header's length as a little-endian 64-bit integer
 # (https://github.com/huggingface/safetensors, README, "Format").
@@ -179,9 +183,9 @@ def read_header(path: str) -> FileHeader:
             metadata = opened.metadata()
             names = opened.offset_keys()
     except SafetensorError as error:
-        raise LoadPlanError(
-            f"{path}: refused by safetensors: {error}; download the file again"
-        ) from error
+        found = stranger(path)
+        what = f"it is {found}" if found else f"{error}; download the file again"
+        raise LoadPlanError(f"{path}: refused by safetensors: {what}") from error
     with open(path, "rb") as file:
         _check_same(path, os.fstat(file.fileno()), _version(status))
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -208,32 +212,44 @@ def read_headers(paths: Sequence[str]) -> list[FileHeader]:
 def read_index(folder: str) -> dict[str, str] | None:
     """Map each tensor name of the checkpoint's index to a path, None without index.
 
+    Paths are ``folder`` and the shard's name without dots that mean nothing, as a
+    listing of ``folder`` spells them.
+
     Raises:
         LoadPlanError: the index is no index, or it names a file outside ``folder``.
     """
     path = os.path.join(folder, INDEX_NAME)
-    if not os.path.isfile(path):
+    index = read_json(path, expected=_INDEX, error=LoadPlanError)
+    if index is None:
         return None
-    try:
-        with open(path, encoding="utf-8") as file:
-            weight_map = json.load(file)["weight_map"]
-        shards = set(weight_map.values())
-        if not all(isinstance(shard, str) for shard in shards):
-            raise TypeError("a shard is not a string")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LoadPlanError(
-            f"{path}: not an index ({type(error).__name__}: {error}), expected a JSON "
-            "object whose weight_map maps tensor names to shards; download it again"
-        ) from error
-    for shard in shards:
-        # An index comes with the checkpoint and must not choose other files to read.
-        if os.path.isabs(shard) or ".." in shard.split("/"):
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        found = "no weight_map" if weight_map is None else "a weight_map that is none"
+        raise LoadPlanError(f"{path}: {found}, expected {_INDEX}; download it again")
+    paths: dict[str, str] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
             raise LoadPlanError(
-                f"{path}: names shard {shard!r}, expected a path inside the "
-                "checkpoint's folder; do not load this checkpoint"
+                f"{path}: names {shard!r} for tensor {name!r}, expected {_INDEX}; "
+                "download it again"
             )
-    paths = {shard: os.path.join(folder, shard) for shard in shards}
+        # An index comes with the checkpoint and must not choose other files to read.
+        if shard not in paths and not _is_inside(shard):
+            raise LoadPlanError(
+                f"{path}: names shard {shard!r} for tensor {name!r}, expected a path "
+                "inside the checkpoint's folder; do not load this checkpoint"
+            )
+        paths[shard] = os.path.join(folder, os.path.normpath(shard))
     return {name: paths[shard] for name, shard in weight_map.items()}
+
+
+def _is_inside(shard: str) -> bool:
+    """Whether ``shard`` can be the name of a file below the checkpoint's folder."""
+    try:
+        named = b"\0" not in os.fsencode(shard) and os.path.normpath(shard) != "."
+    except UnicodeEncodeError:
+        return False
+    return named and not os.path.isabs(shard) and ".." not in shard.split("/")
 
 
 def _version(status: os.stat_result) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from loadplan import cli
-from loadplan.commands import common
 
 ROOT = Path(__file__).parents[3]
 ENGINE = ROOT / "build" / "engines" / "sglang"
@@ -151,7 +150,7 @@ def test_wrong_command_line_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -
         with pytest.raises(SystemExit) as exit_:
             cli.main(arguments)
         assert exit_.value.code == 2
-    assert "no size, expected one like 24G" in capsys.readouterr().err
+    assert "argument --size: 'many' given, expected a size" in capsys.readouterr().err
 
 
 OPTIONS = {
@@ -226,9 +225,3 @@ def test_words_after_two_dashes_are_no_options(
     """Red when a folder that is named like an option cannot be given."""
     assert cli.main(["inspect", "--", "--jsn"]) == 1
     assert "--jsn: no such folder or file" in capsys.readouterr().err
-
-
-def test_sizes_are_read_in_binary_units() -> None:
-    """Red when 1G is a thousand millions."""
-    sizes = [common.size(text) for text in ("8", "1K", "1.5M", "24g", "1GiB", "2TB")]
-    assert sizes == [8, 1 << 10, 3 << 19, 24 << 30, 1 << 30, 2 << 40]

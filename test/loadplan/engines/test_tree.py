@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from engine_tree import LOADER, TARGET, make_tree, snapshot
 
 from loadplan.engines import apply, tree
+from loadplan.engines.survey import FileState, file_states
 from loadplan.errors import EngineError
 
 GLUE = "sglang/srt/model_loader/planned_weights.py"
@@ -168,3 +170,40 @@ def test_path_that_leaves_the_root_is_refused(root: Path, path: str) -> None:
         tree.commit(root, [tree.Edit(path=path, before=None, after=b"")])
     with pytest.raises(EngineError, match="expected a path below"):
         tree.read(root, path)
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EINVAL, errno.EIO])
+def test_owner_that_cannot_be_given(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """As in a rootless container, for an owner that is not mapped there (EINVAL).
+
+    Red when apply stops at it, or goes on after a disk's error.
+    """
+    before = snapshot(root)
+    real = Path.stat
+
+    def of_somebody_else(self: Path, **options: bool) -> os.stat_result:
+        values = list(real(self, **options))
+        values[4] += 1  # st_uid
+        return os.stat_result(values)
+
+    def refuse(*arguments: object, **options: object) -> None:
+        refused.append(arguments)
+        raise OSError(number, os.strerror(number))
+
+    refused: list[object] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", of_somebody_else)
+        patch.setattr(os, "fchown", refuse)
+        patch.setattr(os, "chown", refuse)
+        if number == errno.EIO:
+            with pytest.raises(EngineError, match="Input/output.*nothing was changed"):
+                apply.apply(TARGET, root)
+            assert snapshot(root) == before
+            return
+        apply.apply(TARGET, root)
+    assert len(refused) > 8
+    assert set(file_states(TARGET, root).values()) == {FileState.PATCHED}
+    apply.revert(TARGET, root)
+    assert snapshot(root) == before

@@ -430,7 +430,7 @@ def test_files_of_one_folder_may_be_named(tables: Path) -> None:
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere: no such folder or file"),
-        (["."], "nothing to load in 0 safetensors file"),
+        (["."], "there are some below; name one of the folders: 'incomplete'"),
         (["a.safetensors", "sub/b.safetensors"], "that lie elsewhere or are folders"),
         (["incomplete"], "names 1 file(s) that are not there, 'b.safetensors' first"),
         (["sub", "--engram-config", "{"], "--engram-config: '{': not JSON"),
@@ -471,6 +471,18 @@ def test_reader_that_is_chosen_for_whole_files_is_followed(
     monkeypatch.setenv("LOADPLAN_STREAM_READER", "read")
     routes = look(parent / "apart").loads[0].routes
     assert (routes["stream"].tensors, routes["read"].tensors) == (0, 507)
+
+
+def test_tensors_that_are_too_large_are_one_line(tmp_path: Path) -> None:
+    """Of 24 sizes; red when each is an oddity of its own."""
+    tensors = [(f"w{i}", "U8", (i + 1, MIB)) for i in range(24)]
+    path = write_shard(tmp_path / "model.safetensors", tensors, payload=b"")
+    nbytes = sum(math.prod(shape) for _, _, shape in tensors)
+    os.truncate(path, path.stat().st_size + nbytes)
+    (found, *others) = look(tmp_path, gpu_memory=nbytes + MIB).oddities
+    assert found.what == "more than the device has room for at once"
+    assert (found.tensors, found.nbytes) == (24, nbytes)
+    assert others == []
 
 
 # The picture.

@@ -5,8 +5,8 @@ import unittest
 from unittest import mock
 
 import pytest
-
 from small_loads import SmallLoads, tensors_of
+
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=12, suite="base-a-test-cpu")
