@@ -13,13 +13,10 @@ from __future__ import annotations
 import importlib.machinery
 import inspect
 import types
-from typing import TYPE_CHECKING
 
 from loadplan.standin.backends import Backend, BackendPolicy
+from loadplan.standin.journal import Journal
 from loadplan.standin.opened import SafeOpen019, SafeOpen022
-
-if TYPE_CHECKING:
-    from loadplan.standin.journal import Journal
 
 _RELEASES: dict[str, type[SafeOpen022]] = {
     "0.1.9": SafeOpen019,

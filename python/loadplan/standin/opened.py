@@ -5,18 +5,25 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self
+from typing import Any, BinaryIO, Literal, Self
 
 import torch
 import torch.distributed as dist
 
-from loadplan.standin import backends, headers, reads, ring
+from loadplan.standin.backends import Place, lie_in_memory
 from loadplan.standin.caller import warn
 from loadplan.standin.dtypes import TORCH_DTYPES_019, TORCH_DTYPES_022
+from loadplan.standin.headers import (
+    name_matcher,
+    read_header_019,
+    read_header_022,
+    read_headers,
+    select,
+)
+from loadplan.standin.journal import Journal
+from loadplan.standin.reads import choose_reads_019, choose_reads_022
+from loadplan.standin.ring import choose_ring_019, choose_ring_022
 from loadplan.standin.settings import settings_from
-
-if TYPE_CHECKING:
-    from loadplan.standin.journal import Journal
 
 # What a reader of memory that nobody filled gets; zeros would look like weights.
 _STALE_BYTE = b"\xa5"
@@ -30,9 +37,9 @@ class SafeOpen022:
     _free_memory: int
     _dtypes = TORCH_DTYPES_022
     _hangs_on_short_file = True
-    _read_header = staticmethod(headers.read_header_022)
-    _choose_reads = staticmethod(reads.choose_reads_022)
-    _choose_ring = staticmethod(ring.choose_ring_022)
+    _read_header = staticmethod(read_header_022)
+    _choose_reads = staticmethod(choose_reads_022)
+    _choose_ring = staticmethod(choose_ring_022)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         opened = super().__new__(cls)
@@ -121,7 +128,7 @@ class SafeOpen022:
         if names is not None and process_group is not None:
             raise ValueError("tensor_filter requires process_group=None")
         mode = arguments.get("tensor_name_match_mode", "glob")
-        keep = headers.name_matcher(names, mode)
+        keep = name_matcher(names, mode)
         listed = [filename] if isinstance(filename, str) else filename
         listed.sort()
         device = arguments["device"]
@@ -146,8 +153,8 @@ class SafeOpen022:
         self._files: list[BinaryIO] | None = None
 
         settings = settings_from(arguments)
-        place = backends.Place(
-            backends.lie_in_memory(self.filename),
+        place = Place(
+            lie_in_memory(self.filename),
             self.world_size,
             self._free_memory,
             self._least,
@@ -155,8 +162,8 @@ class SafeOpen022:
         chosen = self._choose_reads(settings, place)
         self.backend, self.chunk_size = chosen.backend, chosen.chunk_size
         self.concurrency, self.io_depth = chosen.concurrency, chosen.io_depth
-        read = headers.read_headers(self.filename, self._read_header)
-        self.file_metadata, self._selected = headers.select(read, keep)
+        read = read_headers(self.filename, self._read_header)
+        self.file_metadata, self._selected = select(read, keep)
         spans = [entry["data_offsets"] for _, entry, _, _ in self._selected]
         self.tensor_sizes = [end - begin for begin, end in spans]
         self.total_tensor_size = sum(self.tensor_sizes)
@@ -260,9 +267,9 @@ class SafeOpen019(SafeOpen022):
 
     _dtypes = TORCH_DTYPES_019
     _hangs_on_short_file = False  # It yields stale bytes.
-    _read_header = staticmethod(headers.read_header_019)
-    _choose_reads = staticmethod(reads.choose_reads_019)
-    _choose_ring = staticmethod(ring.choose_ring_019)
+    _read_header = staticmethod(read_header_019)
+    _choose_reads = staticmethod(choose_reads_019)
+    _choose_ring = staticmethod(choose_ring_019)
 
     def __init__(
         self,
