@@ -78,6 +78,7 @@ class Outcome:
     job: Job
     counts: Counter[str]
     seconds: float
+    used: float
     output: str
 
     @property
@@ -142,10 +143,11 @@ def run_job(job: Job) -> Outcome:
     try:
         result = warm.run(command, cwd=ROOT, env=environment, timeout=_LIMIT)
         output, code = result.stdout + result.stderr, result.returncode
+        used = getattr(result, "seconds", 0.0)
     except Exception as error:
-        output, code = f"{job.name}: {error}", 1
+        output, code, used = f"{job.name}: {error}", 1, 0.0
     counts = counts_of(output, code)
-    return Outcome(job, counts, time.monotonic() - started, output)
+    return Outcome(job, counts, time.monotonic() - started, used, output)
 
 
 def in_order(jobs: list[Job], seconds: dict[str, float]) -> list[Job]:
@@ -170,7 +172,7 @@ def main() -> int:
             counts += outcome.counts
             seconds[outcome.job.name] = round(outcome.seconds, 1)
             line = closing_line(outcome.counts, outcome.seconds)
-            print(f"{outcome.job.name}: {line}", flush=True)
+            print(f"{outcome.job.name}: {line}, CPU {outcome.used:.1f}s", flush=True)
             if not outcome.good:
                 print(outcome.output, flush=True)
     memory.parent.mkdir(parents=True, exist_ok=True)

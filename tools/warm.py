@@ -30,6 +30,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTING = "LOADPLAN_WARM"
+STATUS = struct.Struct("<id")  # a job's exit code and its seconds of processor time
 _OWNED = contextlib.ExitStack()
 
 
@@ -83,8 +84,9 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """What ``python ARGUMENTS`` printed and returned, from a fork of the server.
 
-    As by subprocess.run, with text captured; ``fresh`` does without the server. Raises
-    subprocess.TimeoutExpired after ``timeout`` seconds, when the job has been killed.
+    As by subprocess.run, with text captured; ``fresh`` does without the server. The
+    result of a fork has ``seconds`` too, its processor time without that of other jobs.
+    Raises subprocess.TimeoutExpired after ``timeout`` seconds; the job is then killed.
     """
     words = [str(argument) for argument in arguments]
     environment = dict(os.environ if env is None else env)
@@ -116,16 +118,19 @@ def run(
         send_job(connection, job, files)
         connection.settimeout(timeout)
         try:
-            status = connection.recv(4, socket.MSG_WAITALL)
+            status = connection.recv(STATUS.size, socket.MSG_WAITALL)
         except TimeoutError:
             raise subprocess.TimeoutExpired(words, timeout) from None
-        if len(status) != 4:
+        if len(status) != STATUS.size:
             raise RuntimeError(f"{words}: the server ended before the job")
         texts = []
         for file in (out, err):
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
-    return subprocess.CompletedProcess(words, struct.unpack("<i", status)[0], *texts)
+    code, seconds = STATUS.unpack(status)
+    result = subprocess.CompletedProcess(words, code, *texts)
+    result.seconds = seconds
+    return result
 
 
 def send_job(connection: socket.socket, job: dict, files: list[int]) -> None:

@@ -3,13 +3,14 @@
     PYTHONPATH=python python tools/warm_names.py FILE
 
 Collects the tests of each engine in a fresh process, in which this module is a pytest
-plugin. One name a line, in the order of their import. As a side effect the compiled
-modules lie beside the engines' sources from then on.
+plugin. One name a line, in the order of their import. From then on the compiled modules
+lie beside the engines' sources, in the patched trees and in the pristine ones.
 """
 
 from __future__ import annotations
 
 import os
+import py_compile
 import subprocess
 import sys
 import tempfile
@@ -47,11 +48,21 @@ def main() -> None:
             if not file.exists():
                 sys.exit(f"{tests}: cannot be collected\n{result.stdout}")
             names |= dict.fromkeys(file.read_text().split())
+            compile_like(tree, tree.with_name("pristine"))
     output = Path(sys.argv[1])
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f"{output.name}.{os.getpid()}")
     partial.write_text("".join(f"{name}\n" for name in names))
     partial.replace(output)
+
+
+def compile_like(model: Path, tree: Path) -> None:
+    """Compile the modules of a tree that are compiled in another one."""
+    for compiled in model.rglob("*.pyc"):
+        folder = tree / compiled.parent.parent.relative_to(model)
+        source = folder / f"{compiled.name.partition('.')[0]}.py"
+        if source.exists():
+            py_compile.compile(str(source), quiet=2)
 
 
 def third_party() -> list[str]:

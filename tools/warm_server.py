@@ -21,7 +21,6 @@ import runpy
 import selectors
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
@@ -29,7 +28,7 @@ import types
 import warnings
 from pathlib import Path
 
-from warm import receive_job, send_job
+from warm import STATUS, receive_job, send_job
 
 # A job loads these from its own tree, or they are no modules of a wheel.
 OWN = {"loadplan", "sglang", "tokenspeed", "tokenspeed_kernel", "vllm"}
@@ -126,13 +125,13 @@ def _finish(jobs: dict[int, socket.socket], selector: selectors.BaseSelector) ->
         # Not reaped yet, so that its number cannot be another one's.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(ended.si_pid, signal.SIGKILL)
-        _, status = os.waitpid(ended.si_pid, 0)
+        _, status, used = os.wait4(ended.si_pid, 0)
         connection = jobs.pop(ended.si_pid)
         with contextlib.suppress(KeyError, ValueError):
             selector.unregister(connection)
         with contextlib.suppress(OSError):
             code = os.waitstatus_to_exitcode(status)
-            connection.sendall(struct.pack("<i", code))
+            connection.sendall(STATUS.pack(code, used.ru_utime + used.ru_stime))
         connection.close()
 
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from engine_tree import LOADER, PRISTINE, TARGET, make_tree, record_line, snapshot
 
 from loadplan import cli
@@ -216,15 +217,16 @@ def test_killed_revert_of_another_version_is_finished(
 
 
 def test_killed_runs_are_repaired_by_the_next(tmp_path: Path) -> None:
-    """At every step and a hundred times at random; red when one order converges not."""
-    result = subprocess.run(
-        [sys.executable, Path(__file__).parents[1] / "kill_loop.py", "100"],
-        capture_output=True,
-        text=True,
+    """At every step and ten times at random; red when one order converges not.
+
+    ``make test-slow`` kills a thousand times.
+    """
+    result = warm.run(
+        [Path(__file__).parents[1] / "kill_loop.py", "10"],
         env=os.environ | {"TMPDIR": str(tmp_path)},
     )
     assert result.returncode == 0, result.stderr
-    assert "100 kills" in result.stdout
+    assert "10 kills" in result.stdout
 
 
 def test_status_explains_a_killed_run_and_the_next_one_cleans(root: Path) -> None:
