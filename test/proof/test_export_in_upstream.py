@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from loadplan.engines import export
 from loadplan.engines.targets import Target, load_targets
@@ -51,13 +52,7 @@ class Upstream:
 def run(upstream: Upstream, arguments: list[str]) -> subprocess.CompletedProcess:
     folders = [upstream.folder / upstream.target.prefix, Path(__file__).parent]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=upstream.folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    return warm.run(arguments, cwd=upstream.folder, env=environment)
 
 
 def named_tests(target: Target, commits: list[export.Commit]) -> list[str]:
@@ -98,12 +93,12 @@ def upstream(
     target = load_targets()[request.param]
     folder = tmp_path_factory.mktemp("upstream")
     repository = folder / "repository"
-    # Links: git replaces files, it never writes into them.
+    # Links, compiled modules too: git and Python replace files, they never write into
+    # them. A file that the series changes is compiled anew, for its time is another.
     shutil.copytree(
         TREES / target.name / "pristine" / target.package,
         repository / target.prefix / target.package,
         copy_function=os.link,
-        ignore=shutil.ignore_patterns("__pycache__"),
     )
     (repository / ".gitignore").write_text("__pycache__/\n")
     git(repository, "init", "--quiet")

@@ -6,10 +6,10 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from loadplan import cli
 
@@ -18,9 +18,8 @@ ENGINE = ROOT / "build" / "engines" / "sglang"
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "loadplan", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python"), "COLUMNS": "100"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return warm.run(["-m", "loadplan", *arguments], env=environment)
 
 
 def load(checkpoint: Path, *options: str, tree: str = "patched"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import warm
 from files import write_shard
 
 from loadplan import cli
@@ -31,9 +32,8 @@ CPU, GPU = '{"placement": "cpu"}', '{"placement": "gpu"}'
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "loadplan", *map(str, arguments)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    return warm.run(["-m", "loadplan", *arguments], env=environment)
 
 
 def look(folder: Path, *, draft: str | None = None, config: str = CPU, **machine):

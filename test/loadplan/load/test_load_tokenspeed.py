@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from loadplan import cli
 from loadplan.engines.targets import find_target
@@ -17,8 +17,7 @@ TREES = Path(__file__).parents[3] / "build" / "engines" / "tokenspeed"
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "loadplan", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return warm.run(["-m", "loadplan", *arguments])
 
 
 def load(checkpoint: Path, *options: str) -> subprocess.CompletedProcess:

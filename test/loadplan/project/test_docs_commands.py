@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from engine_tree import make_tree
 
 from loadplan import cli
@@ -168,13 +167,7 @@ def test_page_can_be_worked_through(name: str, tmp_path: Path) -> None:
             name = words[words.index("--engine") + 1] if "--engine" in words else ""
             engine = ENGINES / (name or "sglang") / "patched"
         environment = os.environ | {"PYTHONPATH": f"{ROOT / 'python'}:{engine}"}
-        result = subprocess.run(
-            [sys.executable, "-m", *words],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        result = warm.run(["-m", *words], cwd=folder, env=environment)
         assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
         ran += 1
     assert ran >= 1

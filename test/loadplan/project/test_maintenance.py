@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from engine_tree import LOADER, TARGET, make_tree
 
 from loadplan.engines import apply
@@ -22,10 +22,10 @@ OTHER_PATCH = "patches/sglang/deepseek-v4-engram-patterns.patch"
 LAST_PATCH = "patches/sglang/draft-weights.patch"
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout with its pristine and its patched tree, of the touched files only."""
-    clone = tmp_path / "clone"
+    clone = tmp_path_factory.mktemp("original") / "clone"
     tests = [target.tests_folder for target in load_targets().values()]
     for folder in ("python", "patches", "docs", "tools", *tests):
         ignore = shutil.ignore_patterns("__pycache__")
@@ -37,14 +37,15 @@ def clone(tmp_path: Path) -> Path:
     return clone
 
 
+@pytest.fixture
+def clone(original: Path, tmp_path: Path) -> Path:
+    """A copy of the checkout to change."""
+    return Path(shutil.copytree(original, tmp_path / "clone"))
+
+
 def run(clone: Path, tool: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(clone / "python")}
-    return subprocess.run(
-        [sys.executable, str(clone / "tools" / tool), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    return warm.run([clone / "tools" / tool, *arguments], env=environment)
 
 
 def edit(file: Path, old: str, new: str) -> None:
@@ -132,7 +133,7 @@ def test_fault_is_reported(
 ) -> None:
     """Red when a fault in the series or its surroundings passes the check."""
     edit(clone / file, old, new)
-    result = run(clone, "check_patches.py")
+    result = run(clone, "check_patches.py", "sglang")
     assert result.returncode == 1
     assert problem in result.stdout, result.stdout + result.stderr
 
@@ -148,7 +149,7 @@ def test_edit_of_the_patched_tree_becomes_a_hunk(clone: Path) -> None:
     assert "+import colorsys\n" in (clone / LAST_PATCH).read_text()
     assert run(clone, "engine_trees.py").returncode == 0
     # The import is unused: all is well but for the engine's own linter.
-    result = run(clone, "check_patches.py")
+    result = run(clone, "check_patches.py", "sglang")
     assert "F401" in result.stdout
     assert "make patches" not in result.stdout
 
@@ -164,7 +165,7 @@ def test_file_that_is_touched_no_longer_is_retired(clone: Path) -> None:
         '[sglang.retired]\n"sglang/srt/models/glm5_next_nextn.py" = '
         f'"{hashes["pristine"]}"\n'
     ) in (clone / "patches/targets.toml").read_text()
-    assert "Passed" in run(clone, "check_patches.py").stdout
+    assert "Passed" in run(clone, "check_patches.py", "sglang").stdout
 
 
 def test_recipe_for_a_new_release(clone: Path) -> None:
@@ -193,6 +194,6 @@ def test_recipe_for_a_new_release(clone: Path) -> None:
     assert setup.returncode == 0, setup.stderr
     assert "@@ -111,6 +111,7 @@" in (clone / LOADER_PATCH).read_text()
     assert "Applies-To: sglang 0.5.24\n" in (clone / OTHER_PATCH).read_text()
-    result = run(clone, "check_patches.py")
+    result = run(clone, "check_patches.py", "sglang")
     assert "make patches" not in result.stdout
     assert "0.5.23" not in result.stdout
