@@ -17,6 +17,7 @@ from pathlib import Path
 
 import patch_table
 
+from loadplan.engines import export
 from loadplan.engines.series import (
     Hunk,
     Patch,
@@ -35,6 +36,10 @@ def main(names: list[str]) -> None:
     for name in names or load_targets():
         refresh(name)
     patch_table.write()
+    for name in names or load_targets():
+        target = find_target(name)
+        print(f"Lines that the mails add to {name} {target.version}:")
+        print(export.size_table(export.plan_export(target)))
 
 
 def refresh(name: str) -> None:
