@@ -24,9 +24,17 @@ def _rank_main(
 
 
 def on_ranks(
-    tmp_path: Path, target: Callable[[int], object], *, ranks: int = 2
-) -> list[tuple[str, object]]:
-    """Run ``target(rank)`` in a process each; what each returned or raised."""
+    tmp_path: Path,
+    target: Callable[[int], object],
+    *,
+    ranks: int = 2,
+    patience: float = 60,
+    missing: tuple[int, ...] = (),
+) -> list[tuple[str, object] | None]:
+    """Run ``target(rank)`` in a process each; what each returned or raised.
+
+    All must be done in ``patience`` seconds; nothing is heard of the ``missing``.
+    """
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     processes = [
@@ -38,9 +46,10 @@ def on_ranks(
     for process in processes:
         process.start()
     try:
-        found = dict(results.get(timeout=60) for _ in processes)
+        heard = ranks - len(missing)
+        found = dict(results.get(timeout=patience) for _ in range(heard))
     finally:
         for process in processes:
             process.join(10)
             process.kill()
-    return [found[rank] for rank in range(ranks)]
+    return [found.get(rank) for rank in range(ranks)]

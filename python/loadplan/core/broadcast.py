@@ -2,8 +2,8 @@
 
 Spans are cut into stripes that the ranks own in turn. Every rank sends and receives all
 of them in one order, several ahead of what is yielded. A window of stripes ends with
-the word of every rank that all went well, so that one that could not read, or had no
-memory, still takes part until all know.
+the word of every rank that all went well, so that one that could not read, had no
+memory, or stopped, still takes part until all know.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,11 +56,12 @@ def read_shared(
     *,
     group: dist.ProcessGroup | None,
     threads: int | None = None,
+    agree: Callable[[str, Callable[[], None]], Any] = lambda step, work: work(),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """``read_tensors``; the ranks of ``group`` read each byte once between them.
 
     ``group`` is one for tensors on ``device``, None for this rank alone. Where there is
-    little, each rank reads it alone all the same.
+    little, each rank reads it alone all the same. ``agree`` runs a step on all ranks.
     """
     fill = fill_spans
     if (
@@ -67,10 +69,23 @@ def read_shared(
         and dist.get_world_size(group) > 1
         and sum(entry.tensor.nbytes for entry in entries) >= LEAST_SHARED_BYTES
     ):
-        fill = functools.partial(fill_together, group=group)
+        # What the protocol itself takes is had before the first broadcast: a rank
+        # without it could not even say so.
+        reserve: list[_Reserve] = []
+        agree("room to read together", lambda: reserve.append(_Reserve(device)))
+        fill = functools.partial(fill_together, group=group, reserve=reserve[0])
         # Each rank may have been given the files in an order of its own.
         entries = sorted(entries, key=lambda entry: entry.file.path)
-    return read_tensors(entries, device, fill, threads=threads)
+    yield from read_tensors(entries, device, fill, threads=threads)
+
+
+class _Reserve:
+    """Memory for the bytes of a rank that has no other, and for its word."""
+
+    def __init__(self, device: torch.device):
+        self.copier = Copier(device)
+        self.stripe = self.copier.allocate(_PIECES_PER_STRIPE * PIECE_BYTES)
+        self.words = self.copier.allocate(4 * _WINDOWS_IN_FLIGHT).view(torch.int32)
 
 
 def fill_together(
@@ -79,32 +94,35 @@ def fill_together(
     threads: int | None = None,
     *,
     group: dist.ProcessGroup,
+    reserve: _Reserve | None = None,
 ) -> FilledSpans:
     """Yield each span with its memory, filled and safe on the current stream.
 
     All ranks of ``group``, a group for tensors on ``device``, must call it with the
-    same spans and take all of them.
+    same spans. One that does not take all of them still takes part until all know.
 
     Raises:
-        PeerFailure: another rank could not read, or had no memory for what it gets;
-            that one raises what happened.
+        PeerFailure: another rank could not read, had no memory for what it gets, or
+            stopped; that one raises what happened.
     """
     stripes = _make_stripes(make_pieces(spans))
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    copier = Copier(device)
+    reserve = reserve or _Reserve(device)
     own = (piece for stripe in stripes[rank::ranks] for piece in stripe)
-    windows: collections.deque[_Window] = collections.deque()
-    with contextlib.closing(read_ahead(own, copier, threads)) as ready:
-        sender = _Sender(group, copier, ready)
-        for new in _make_windows(stripes):
-            while windows and not (
-                len(windows) < _WINDOWS_IN_FLIGHT
-                and _fits([s for window in windows for s in window.stripes], new)
-            ):
-                yield from sender.finish(windows.popleft())
-            windows.append(sender.send(new))
-        while windows:
-            yield from sender.finish(windows.popleft())
+    with contextlib.closing(read_ahead(own, reserve.copier, threads)) as ready:
+        sender = _Sender(group, reserve, ready)
+        rounds = sender.rounds(_make_windows(stripes))
+        try:
+            for filled in rounds:
+                for span, memory in filled:
+                    reserve.copier.lend(memory)
+                    yield span, memory
+        except BaseException:
+            # Others are in the next broadcasts already, or about to be.
+            sender.fail(PeerFailure("this rank stopped taking what the ranks read"))
+            with contextlib.suppress(Exception):
+                collections.deque(rounds, maxlen=0)
+            raise
 
 
 def _make_stripes(pieces: Iterable[Piece]) -> list[_Stripe]:
@@ -154,19 +172,40 @@ class _Sender:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        copier: Copier,
+        reserve: _Reserve,
         ready: Iterator[tuple[Piece, torch.Tensor]],
     ):
         self._group = group
         self._rank = dist.get_rank(group)
         self._owners = itertools.cycle(range(dist.get_world_size(group)))
-        self._copier = copier
+        self._reserve = reserve
+        self._words = itertools.cycle(reserve.words.split(1))
+        self._copier = reserve.copier
         self._ready = ready
         self._failure: Exception | None = None
         self._memory: torch.Tensor | None = None
-        self._listening = copier.another_stream()
+        self._listening = self._copier.another_stream()
 
-    def send(self, stripes: list[_Stripe]) -> _Window:
+    def fail(self, error: Exception) -> None:
+        """Take part without reading from now on, and let all know the first cause."""
+        self._failure = self._failure or error
+
+    def rounds(
+        self, planned: Iterable[list[_Stripe]]
+    ) -> Iterator[list[tuple[Span, torch.Tensor]]]:
+        """Yield the spans of each window that every rank has sent whole."""
+        windows: collections.deque[_Window] = collections.deque()
+        for new in planned:
+            while windows and not (
+                len(windows) < _WINDOWS_IN_FLIGHT
+                and _fits([s for window in windows for s in window.stripes], new)
+            ):
+                yield self._finish(windows.popleft())
+            windows.append(self._send(new))
+        while windows:
+            yield self._finish(windows.popleft())
+
+    def _send(self, stripes: list[_Stripe]) -> _Window:
         """Start the broadcasts of a window."""
         works, spans = [], []
         with self._copier.on_stream():
@@ -179,7 +218,7 @@ class _Sender:
                     self._read(stripe)
                 source = dist.get_global_rank(self._group, owner)
                 if self._memory is None:
-                    part = self._copier.allocate(stop - start)
+                    part = self._reserve.stripe[: stop - start]
                 else:
                     part = self._memory[start:stop]
                 works.append(
@@ -188,7 +227,7 @@ class _Sender:
                 if stop == span.nbytes:
                     spans.append((span, self._memory))
                     self._memory = None
-            word = self._copier.allocate(4).view(torch.int32)
+            word = next(self._words)
             word.fill_(0 if self._failure is None else self._rank + 1)
             works.append(
                 dist.all_reduce(
@@ -199,10 +238,12 @@ class _Sender:
 
     def _room_for(self, span: Span) -> torch.Tensor | None:
         """Memory for ``span``; without it this rank takes part stripe by stripe."""
+        if self._failure is not None:
+            return None
         try:
             return self._copier.allocate(span.nbytes)
         except Exception as error:
-            self._failure = self._failure or error
+            self.fail(error)
             return None
 
     def _read(self, stripe: _Stripe) -> None:
@@ -211,10 +252,10 @@ class _Sender:
                 _, buffer = next(self._ready)
                 self._copier.copy(buffer, self._memory, piece.start, piece.stop)
         except Exception as error:
-            self._failure = error
+            self.fail(error)
 
-    def finish(self, window: _Window) -> FilledSpans:
-        """Yield the spans of a window that every rank has sent whole."""
+    def _finish(self, window: _Window) -> list[tuple[Span, torch.Tensor]]:
+        """The spans of a window, when every rank has sent it whole."""
         with self._listening:
             for work in window.works:
                 work.wait()
@@ -225,6 +266,4 @@ class _Sender:
                 f"rank {failed - 1} of {dist.get_world_size(self._group)} could not "
                 "read or hold its share of the checkpoint; its own error says why"
             )
-        for span, memory in window.spans:
-            self._copier.lend(memory)
-            yield span, memory
+        return window.spans

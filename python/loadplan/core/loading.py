@@ -69,13 +69,18 @@ def run_load(
     their file, except those whose name is ``copied``.
     """
     threads = reader_threads(plan.node_ranks)
+    agree = functools.partial(together, group)
     return run_plan(
         plan,
         stream_files=stream_files,
         device=device,
         read=functools.partial(
-            read_shared, device=device, group=device_group, threads=threads
+            read_shared,
+            device=device,
+            group=device_group,
+            threads=threads,
+            agree=agree,
         ),
         host=functools.partial(host_tensors, copied=copied, threads=threads),
-        agree=functools.partial(together, group),
+        agree=agree,
     )

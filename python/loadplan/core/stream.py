@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -90,13 +91,21 @@ def run_plan(
                 "report this with the checkpoint's index"
             )
 
+    def stopped() -> None:
+        raise LoadPlanError(
+            f"the load was stopped after {len(plan.promised) - len(missing)} of "
+            f"{len(plan.promised)} tensors"
+        )
+
     failure = None
+    streaming = True
     try:
         # What fails here is raised at once: the other ranks may be in a collective read
         # and would not hear of it.
         for name, tensor in _streamed(plan, stream_files):
             arrived(name)
             yield name, tensor
+        streaming = False
         try:
             # HOST is last, so that two streams of requests never compete for the disk.
             for reader, route in ((read, Route.READ), (host, Route.HOST)):
@@ -113,6 +122,11 @@ def run_plan(
                 len(plan.promised) - len(missing),
                 len(plan.promised),
             )
+        # Others would wait at the end. Before it they may be in a collective read with
+        # this rank, and hear of it when its process ends.
+        if not streaming:
+            with contextlib.suppress(Exception):
+                agree("the end of the load", stopped)
         raise
 
 

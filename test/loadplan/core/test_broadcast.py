@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -133,9 +135,12 @@ def most_ahead(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> 
         held.append(held[-1] + (nbytes if nbytes > 4 else 0))
         return allocate(self, nbytes)
 
+    reserve = broadcast._Reserve(CPU)
     monkeypatch.setattr(spans.Copier, "allocate", counting)
     made = spans.make_spans(plan(checkpoint).entries)
-    for span, _ in broadcast.fill_together(made, CPU, group=dist.group.WORLD):
+    for span, _ in broadcast.fill_together(
+        made, CPU, group=dist.group.WORLD, reserve=reserve
+    ):
         held.append(held[-1] - span.nbytes)
     assert held[-1] == 0
     return max(held)
@@ -215,6 +220,100 @@ def test_rank_without_memory_for_a_tensor_is_named_on_all(
     assert failing == ("OutOfMemoryError", "out of memory")
     assert peer[0] == "LoadPlanError"
     assert "rank 1 of 2 failed: OutOfMemoryError: out of memory" in peer[1]
+
+
+def load_in_trouble(
+    checkpoint: Path, trouble: str, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> list:
+    """What rank 1 meets in the middle of reading together; rank 0 is well."""
+    planned = plan(checkpoint)
+    if rank == 0:
+        return load(planned)
+    allocate, buffer = spans.Copier.allocate, spans.device_buffer
+
+    def no_room(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    if trouble == "nothing fits":
+        made = []
+
+        def reserve_only(self: spans.Copier, nbytes: int) -> torch.Tensor:
+            made.append(nbytes)
+            return allocate(self, nbytes) if len(made) <= 2 else no_room()
+
+        monkeypatch.setattr(spans.Copier, "allocate", reserve_only)
+    elif trouble == "no reserve":
+        monkeypatch.setattr(spans.Copier, "allocate", no_room)
+    elif trouble == "a copy does not fit":
+        sizes = []
+
+        def first_only(nbytes: int, device: torch.device) -> torch.Tensor:
+            sizes.append(nbytes)
+            small = 0 < nbytes < 64 and len(sizes) > 8
+            return no_room() if small else buffer(nbytes, device)
+
+        monkeypatch.setattr(spans, "device_buffer", first_only)
+    pairs = run_load(
+        planned,
+        stream_files=lambda files: pytest.fail("nothing is streamed"),
+        device=CPU,
+        group=dist.group.WORLD,
+        device_group=dist.group.WORLD,
+    )
+    for number, _ in enumerate(pairs):
+        if number == 3 and trouble == "the consumer raises":
+            raise KeyError("no such parameter")
+        if number == 3 and trouble == "the load is closed":
+            pairs.close()
+            return []
+        if number == 3 and trouble == "the process is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("trouble", "own", "told"),
+    [
+        ("nothing fits", "OutOfMemoryError", "OutOfMemoryError: out of memory"),
+        ("no reserve", "OutOfMemoryError", "OutOfMemoryError: out of memory"),
+        ("a copy does not fit", "OutOfMemoryError", "OutOfMemoryError: out of memory"),
+        ("the consumer raises", "KeyError", "the load was stopped after 4 of"),
+        ("the load is closed", "result", "the load was stopped after 4 of"),
+    ],
+)
+def test_no_rank_is_left_waiting(
+    tmp_path: Path,
+    checkpoint: Path,
+    small_units: None,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: str,
+    own: str,
+    told: str,
+) -> None:
+    """Rank 1 leaves the load between two broadcasts; rank 0 hears why at once.
+
+    Red when a step between two collectives is unguarded: on_ranks gives up then.
+    """
+    target = functools.partial(load_in_trouble, checkpoint, trouble, monkeypatch)
+    well, failing = on_ranks(tmp_path, target, patience=10)
+    assert failing[0] == own
+    assert well[0] == "LoadPlanError", well
+    assert "rank 1 of 2 failed: " in well[1] and told in well[1]
+
+
+def test_rank_that_is_killed_ends_the_others(
+    tmp_path: Path,
+    checkpoint: Path,
+    small_units: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SIGKILL says nothing; red when the peer waits for the group's timeout."""
+    target = functools.partial(
+        load_in_trouble, checkpoint, "the process is killed", monkeypatch
+    )
+    well, killed = on_ranks(tmp_path, target, patience=10, missing=(1,))
+    assert killed is None
+    assert well[0] not in ("result", "LoadPlanError") or "rank 1" in well[1]
 
 
 def alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, rank: int) -> tuple:
