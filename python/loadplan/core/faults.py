@@ -10,12 +10,22 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
-from .header import FileHeader, TensorHeader
+from .header import FileHeader, LoadPlanError, TensorHeader
 
 
 def is_old_reader() -> bool:
-    """Whether the InstantTensor of this process is older than 0.2."""
-    import instanttensor
+    """Whether the InstantTensor of this process is older than 0.2.
+
+    Raises:
+        LoadPlanError: it is not installed, or cannot be imported.
+    """
+    try:
+        import instanttensor
+    except ImportError as error:
+        raise LoadPlanError(
+            f"InstantTensor cannot be imported ({error}), expected on every rank that "
+            "loads by instanttensor; 'pip install instanttensor' there"
+        ) from error
 
     # The releases carry no version; the filter came with 0.2.
     parameters = inspect.signature(instanttensor.safe_open).parameters

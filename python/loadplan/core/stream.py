@@ -38,10 +38,16 @@ def flag(name: str) -> bool:
     return value.lower() in _YES
 
 
-def can_stream(files: Iterable[str]) -> bool:
-    """Whether InstantTensor is here and takes files of these names."""
+def can_stream(files: Iterable[str], *, alone: bool = True) -> bool:
+    """Whether InstantTensor is here and takes files of these names.
+
+    Of ranks that load together, not ``alone``, one without the library must not go
+    another way than the others: they say so when they plan.
+    """
     if not all(file.endswith(".safetensors") for file in files):
         return False
+    if not alone:
+        return True
     try:
         importlib.import_module("instanttensor")
     except ImportError:

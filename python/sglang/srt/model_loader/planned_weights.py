@@ -67,9 +67,11 @@ def planned_weights_iterator(
     disabled = flag("LOADPLAN_DISABLE")
     if disabled:
         logger.info("loadplan %s is turned off by LOADPLAN_DISABLE.", VERSION)
+    ranks = _ranks(load_group)
     # What the format's own iterator refuses, it refuses before it opens a file.
     on_cuda = current_platform.device_type == "cuda"
-    if disabled or not on_cuda or not can_stream(hf_weights_files):
+    streams = on_cuda and can_stream(hf_weights_files, alone=ranks is None)
+    if disabled or not streams:
         yield from stream_weights(
             hf_weights_files, extra_config=extra_config, load_group=load_group
         )
@@ -81,7 +83,6 @@ def planned_weights_iterator(
             f"--model-loader-extra-config sets {reserved} for InstantTensor, which "
             "SGLang decides from the checkpoint and the model; remove them"
         )
-    ranks = _ranks(load_group)
     group = None if ranks is None else ranks.cpu_group
     plan = (planner or plan_weights)(
         hf_weights_files,

@@ -92,9 +92,11 @@ def planned_weights_iterator(
     disabled = is_disabled()
     if disabled:
         logger.info(f"loadplan {VERSION} is turned off by LOADPLAN_DISABLE.")
+    group = host_group(process_group)
     # What the format's own iterator refuses, it refuses before it opens a file.
     on_cuda = current_platform().is_nvidia
-    if disabled or not on_cuda or not can_stream(hf_weights_files):
+    streams = on_cuda and can_stream(hf_weights_files, alone=group is None)
+    if disabled or not streams:
         return stream_weights(hf_weights_files, process_group=process_group)
 
     wanted_weight = None
@@ -103,7 +105,6 @@ def planned_weights_iterator(
         def wanted_weight(name: str) -> bool:
             return weight_name_filter(source.prefix + name)
 
-    group = host_group(process_group)
     try:
         plan = plan_weights(
             hf_weights_files,

@@ -19,6 +19,7 @@ from vllm.distributed.stateless_coordinator import StatelessGroupCoordinator
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 from vllm.model_executor.model_loader.loadplan import VERSION
+from vllm.model_executor.model_loader.loadplan.faults import is_old_reader
 from vllm.model_executor.model_loader.loadplan.header import FileHeader, LoadPlanError
 from vllm.model_executor.model_loader.loadplan.loading import decide_routes, run_load
 from vllm.model_executor.model_loader.loadplan.plan import LoadPlan, Route
@@ -45,8 +46,9 @@ def planned_weights_iterator(
 ) -> NamedTensors:
     """Iterate over the weights; whole files go through `stream_weights`."""
     world = _world_group()
-    refused = not (can_stream(()) and current_platform.is_cuda())
-    if is_disabled() or refused or isinstance(world, StatelessGroupCoordinator):
+    ranks = world if world is not None and world.world_size > 1 else None
+    streams = current_platform.is_cuda() and can_stream((), alone=ranks is None)
+    if is_disabled() or not streams or isinstance(world, StatelessGroupCoordinator):
         yield from stream_weights(
             hf_weights_files,
             use_tqdm_on_load,
@@ -55,13 +57,14 @@ def planned_weights_iterator(
         )
         return
 
-    ranks = world if world is not None and world.world_size > 1 else None
     group = None if ranks is None else ranks.cpu_group
     device = torch.device("cuda", current_platform.current_device())
 
     def machine() -> Machine:
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        return Machine(device_budget=ring_budget(free_bytes, {}))
+        return Machine(
+            device_budget=ring_budget(free_bytes, {}), old_reader=is_old_reader()
+        )
 
     def decide(
         headers: list[FileHeader], index: dict[str, str] | None, allowed: Machine
