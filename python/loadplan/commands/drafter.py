@@ -100,7 +100,7 @@ def _add_capture(steps: Any) -> None:
     )
     _add_tokenizer(command)
     common.add_json(command)
-    command.set_defaults(run=_capture)
+    command.set_defaults(run=_with_libraries(_capture))
 
 
 def _capture(arguments: argparse.Namespace) -> int:
@@ -162,7 +162,7 @@ def _add_vocab(steps: Any) -> None:
     command.add_argument("--out", type=Path, required=True, help="a new file")
     _add_tokenizer(command)
     common.add_json(command)
-    command.set_defaults(run=_vocab)
+    command.set_defaults(run=_with_libraries(_vocab))
 
 
 def _vocab(arguments: argparse.Namespace) -> int:
@@ -256,7 +256,7 @@ def _add_quantize(steps: Any) -> None:
     _add_held_out_rows(command)
     _add_head_name(command)
     common.add_json(command)
-    command.set_defaults(run=_quantize)
+    command.set_defaults(run=_with_libraries(_quantize))
 
 
 def _quantize(arguments: argparse.Namespace) -> int:
@@ -320,7 +320,7 @@ def _add_variant(steps: Any) -> None:
     )
     _add_head_name(command)
     common.add_json(command)
-    command.set_defaults(run=_variant)
+    command.set_defaults(run=_with_libraries(_variant))
 
 
 def _variant(arguments: argparse.Namespace) -> int:
@@ -376,7 +376,7 @@ def _add_verify(steps: Any) -> None:
         help="also compare it with what it was made from",
     )
     common.add_json(command)
-    command.set_defaults(run=_verify)
+    command.set_defaults(run=_with_libraries(_verify))
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -396,6 +396,26 @@ def _verify(arguments: argparse.Namespace) -> int:
     }
     _say(arguments, about, "\n".join(lines))
     return 0 if held == len(results) else 1
+
+
+def _with_libraries(
+    run: Callable[[argparse.Namespace], int],
+) -> Callable[[argparse.Namespace], int]:
+    """Tell which library a step lacks: those of this command are no requirements."""
+
+    def checked(arguments: argparse.Namespace) -> int:
+        try:
+            return run(arguments)
+        except ModuleNotFoundError as error:
+            from ..core import LoadPlanError
+
+            name = (error.name or "a library").partition(".")[0].replace("_", "-")
+            raise LoadPlanError(
+                f"{name} is not installed here, expected it for this step; install it "
+                "beside loadplan, as requirements.txt pins it"
+            ) from error
+
+    return checked
 
 
 def _add_tokenizer(command: argparse.ArgumentParser) -> None:

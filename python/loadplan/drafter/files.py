@@ -81,8 +81,7 @@ def read_json(path: Path, *, what: str) -> Any:
 def copy(source: Path, target: Path, *, progress: Progress = no_progress) -> None:
     """Copy bytes and mode of ``source`` into a file of its own."""
     mode = source.stat().st_mode & 0o7777
-    # Its owner can write what it copied from a read-only cache: a copy is its own.
-    write(target, blocks(source, progress=progress), mode=mode | 0o200)
+    write(target, blocks(source, progress=progress), mode=mode)
 
 
 def blocks(path: Path, *, progress: Progress = no_progress) -> Iterator[bytes]:

@@ -250,12 +250,12 @@ def _write_configs(plan: Plan, folder: Path) -> None:
     config["quantization_config"] = new
     path = source.path(checkpoint.CONFIG)
     mode = path.stat().st_mode & 0o7777
-    files.write_json(folder / checkpoint.CONFIG, config, mode=mode | 0o200)
+    files.write_json(folder / checkpoint.CONFIG, config, mode=mode)
     beside = source.path(checkpoint.QUANTIZATION_CONFIG)
     if beside.is_file():
         mode = beside.stat().st_mode & 0o7777
         name = folder / checkpoint.QUANTIZATION_CONFIG
-        files.write_json(name, new, mode=mode | 0o200)
+        files.write_json(name, new, mode=mode)
 
 
 def _write_record(plan: Plan, folder: Path, before: dict[str, dict[str, Any]]) -> None:

@@ -1,17 +1,19 @@
 """End a step at each of its calls that changes a file, by a fork.
 
-Each call to be watched is looked up in ``os`` when it is made.
+Each call to be watched is looked up in its module when it is made. A kill right after a
+file was opened leaves what a write that is no rename leaves.
 """
 
 from __future__ import annotations
 
+import builtins
+import io
 import itertools
 import os
 import signal
 from collections.abc import Callable
 
 _CALLS = (
-    "open",
     "fsync",
     "fchmod",
     "replace",
@@ -43,13 +45,29 @@ def kill_at(step: Callable[[], object], number: int) -> bool:
 def _watch(number: int) -> None:
     calls = itertools.count()
 
+    def count() -> None:
+        if next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     def watched(function: Callable) -> Callable:
         def call(*arguments, **options):
-            if next(calls) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
+            count()
             return function(*arguments, **options)
+
+        return call
+
+    def opening(function: Callable) -> Callable:
+        def call(path, mode="r", *arguments, **options):
+            opened = function(path, mode, *arguments, **options)
+            # Of os.open these are flags.
+            if isinstance(mode, int) or set(mode) & set("wax+"):
+                count()
+            return opened
 
         return call
 
     for name in _CALLS:
         setattr(os, name, watched(getattr(os, name)))
+    os.open = opening(os.open)
+    io.open = opening(io.open)
+    builtins.open = opening(builtins.open)

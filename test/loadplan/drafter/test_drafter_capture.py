@@ -13,7 +13,8 @@ import torch
 from loadplan.core import LoadPlanError
 from loadplan.drafter import capture, rows, tokens
 from loadplan.drafter.capture_transformers import TransformersEngine
-from loadplan.drafter.capture_vllm import in_order
+from loadplan.drafter.capture_vllm import in_order, unwatch, watch
+from loadplan.drafter.capture_vllm import take as take_rows
 
 
 class FakeEngine:
@@ -225,3 +226,32 @@ def test_vllm_rows_are_put_into_the_order_of_the_prompt() -> None:
     assert in_order(caught, 5).flatten().tolist() == [0, 1, 2, 3, 4]
     assert in_order([states[:1]], 1).flatten().tolist() == [0]
     assert in_order([], 5).shape[0] == 0
+
+
+class LogitsProcessor(torch.nn.Module):
+    """By the name of the module that calls the head in vLLM."""
+
+    def forward(self, head: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states @ head
+
+
+def test_the_hook_of_vllm_is_on_the_model() -> None:
+    """Red when the hook needs a runner, misses a way to call, or stays behind."""
+    model = torch.nn.Module()
+    model.logits_processor = LogitsProcessor()
+    head, states = torch.eye(4), torch.arange(8.0).reshape(2, 4)
+    assert watch(model) == 1
+    model.logits_processor(head, states)
+    model.logits_processor(head, hidden_states=states + 1)
+    # What is caught is a copy: vLLM uses its buffers again.
+    expected = [states.clone(), states + 1]
+    states.zero_()
+    caught = take_rows(model)
+    assert all(torch.equal(*pair) for pair in zip(caught, expected, strict=True))
+    assert take_rows(model) == []
+    unwatch(model)
+    model.logits_processor(head, states)
+    with pytest.raises(AttributeError):
+        take_rows(model)
+    with pytest.raises(LoadPlanError, match="has no LogitsProcessor"):
+        watch(torch.nn.Linear(2, 2))

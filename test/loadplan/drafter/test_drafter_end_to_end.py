@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import drafter_checkpoint as tiny
@@ -126,3 +127,19 @@ def test_coverage_of_counts_needs_held_out_text(
     words += ["--held-out", str(text), "--out", str(out)]
     assert cli.main(words) == 0
     assert "of 4000 held-out tokens" in capsys.readouterr().out
+
+
+def test_a_library_that_is_missing_is_named(
+    source: Path,
+    layout: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """Red when a missing library ends in words that name no way out."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    text = tmp_path / "text"
+    text.write_text("text")
+    words = ["drafter", "capture", str(source), "--text", str(text), "--rows", "3"]
+    assert cli.main([*words, "--out", str(tmp_path / "rows")]) == 1
+    assert "transformers is not installed here" in capsys.readouterr().err

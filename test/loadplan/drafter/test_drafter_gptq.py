@@ -79,7 +79,9 @@ def test_llmcompressor_still_returns_zeros_for_a_zero_hessian(tmp_path: Path) ->
 def test_a_hessian_is_twice_the_mean_of_the_outer_products() -> None:
     """Red when the scale or the sum over blocks changes."""
     states = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
-    found = gptq.hessian(iter(states.split(7)), 8)
+    done: list[int] = []
+    found = gptq.hessian(iter(states.split(7)), 8, progress=done.append)
+    assert done == [7] * 7 + [1]
     expected = 2 * (states.T @ states) / 50
     assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 

@@ -112,3 +112,14 @@ def test_parts_of_a_large_head_are_packed_as_one(
     assert whole.keys() == parts.keys()
     for name, tensor in whole.items():
         assert torch.equal(tensor.view(torch.uint8), parts[name].view(torch.uint8))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: f"{s.kind}-{s.symmetric}")
+def test_what_rounds_is_what_the_file_holds(scheme: Scheme) -> None:
+    """Red when GPTQ works with finer scales than an engine will read."""
+    head = weight(16, 64)
+    scales = packing.find_scales(head, scheme)
+    packed = packing.pack(head, scales, scheme, dtype=head.dtype)
+    held = packing.scales_of(packed, scheme)
+    assert torch.equal(held.scale, scales.scale)
+    assert torch.equal(held.zero_point, scales.zero_point)
