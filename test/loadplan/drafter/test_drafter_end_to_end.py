@@ -19,17 +19,6 @@ needs_llmcompressor = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module")
-def captured(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
-    """Rows of the unquantised model, by transformers."""
-    folder = tmp_path_factory.mktemp("end-to-end")
-    model = tiny.write_model(folder / "model")
-    words = ["drafter", "capture", str(model), "--text", str(text), "--rows", "1500"]
-    words += ["--length", "100", "--out", str(folder / "rows")]
-    assert cli.main(words) == 0
-    return folder / "rows"
-
-
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     code = cli.main(["drafter", *map(str, words)])
     told = capsys.readouterr()
@@ -41,14 +30,16 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def test_from_checkpoint_to_variant(
     source: Path,
     layout: str,
-    captured: Path,
+    text: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Red when a step does not take what the step before it wrote, in a layout."""
     before = tiny.hashes(source)
     ids, head, draft = (tmp_path / f"{n}.st" for n in ("ids", "head", "draft"))
-    out = tmp_path / "fast"
+    captured, out = tmp_path / "rows", tmp_path / "fast"
+    given = ["--text", text, "--rows", 1500, "--length", 100, "--out", captured]
+    assert "1500 rows of 128 BF16" in run(capsys, "capture", source, *given)
     said = run(
         capsys, "vocab", source, "--capture", captured, "--rows", 40, "--out", ids
     )
