@@ -23,7 +23,7 @@ ROWS = (
     ("cli",),
     ("commands",),
     ("doctor",),
-    ("inspection", "load"),
+    ("drafter", "inspection", "load"),
     ("checkpoint", "engines", "standin", "synth"),
     ("__init__",),
     ("core", "errors", "suggest", "units"),
