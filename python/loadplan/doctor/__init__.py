@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loadplan.checkpoint.files import read_checkpoint
-from loadplan.doctor import gpu, host, storage
+from loadplan.doctor import gpu, host, nodes, storage
 from loadplan.doctor.finding import Finding, Need, Verdict
 from loadplan.inspection.loads import Hardware, inspect
 
@@ -15,7 +15,12 @@ __all__ = ["Finding", "Need", "Verdict", "examine", "need_of"]
 
 def examine(need: Need) -> list[Finding]:
     """Run every probe, in the order in which a load meets what they try."""
-    return [*gpu.probe(need), *storage.probe(need), *host.probe(need)]
+    return [
+        *gpu.probe(need),
+        *storage.probe(need),
+        *host.probe(need),
+        *nodes.probe(need),
+    ]
 
 
 def need_of(
