@@ -158,7 +158,7 @@ def failure(result: subprocess.CompletedProcess) -> str | None:
     broken = result.returncode in (1, 2) and "ERROR collecting" in result.stdout
     if not (failed or broken):
         return None
-    line = re.compile(r"^(?:FAILED|ERROR|SUBFAILED\(.*\)) (test/\S+)", re.MULTILINE)
+    line = re.compile(r"^(?:FAILED|ERROR|SUBFAILED.*?) (test/\S+)", re.MULTILINE)
     named = line.search(result.stdout)
     assert named, result.stdout
     return named[1]
