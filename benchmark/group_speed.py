@@ -25,7 +25,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 from load_speed import GIB, MIB, drop_caches, host_memory, write_shard
 
-from loadplan.core import LoadPlan, make_plan, read_headers, run_plan
+from loadplan.core.header import read_headers
+from loadplan.core.loading import decide_routes, run_load
+from loadplan.core.plan import LoadPlan
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -111,7 +113,7 @@ class Rank:
         return tensor.shape[0] // dist.get_world_size() * dist.get_rank()
 
     def planned(self, plan: LoadPlan, group: dist.ProcessGroup | None) -> NamedTensors:
-        return run_plan(
+        return run_load(
             plan,
             stream_files=lambda files: instanttensor(files, group),
             device=self._device,
@@ -158,7 +160,7 @@ class Rank:
             return
         headers = read_headers(files)
         nbytes = sum(header.payload_bytes for header in headers)
-        everything = make_plan(headers, stream=False)
+        everything = decide_routes(headers, reader="read")
         # The best settings that were found for whole files by hand.
         tuned = {"backend": "URING_BUFFERED", "io_depth": 32}
         self.compare(
@@ -179,7 +181,7 @@ class Rank:
         files = sorted(map(str, self._folder.glob("large-*")))
         files += sorted(map(str, self._folder.glob("mixed-*")))
         headers = read_headers(files)
-        plan = make_plan(headers, host_resident_weight_patterns=(".engram.",))
+        plan = decide_routes(headers, host_resident_weight_patterns=(".engram.",))
         hosts = {e.tensor.name for e in plan.entries if ".engram." in e.tensor.name}
         for entry in plan.entries:
             if entry.tensor.name in hosts:
@@ -212,7 +214,7 @@ class Rank:
         self._draft(files, headers, wanted)
 
     def _draft(self, files: list[str], headers: list, wanted: set[str]) -> None:
-        plan = make_plan(headers, wanted_weight=wanted.__contains__)
+        plan = decide_routes(headers, wanted_weight=wanted.__contains__)
         everything = {t.name for header in headers for t in header.tensors}
         self._tables.clear()
         self.compare(

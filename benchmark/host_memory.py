@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import mmap
 import multiprocessing
 import os
@@ -27,9 +28,9 @@ from typing import Any
 import torch
 from load_speed import DEVICE, GIB, MIB, drop_caches, host_memory, write_shard
 
-from loadplan.core import make_plan, read_headers, run_plan
+from loadplan.core.header import read_headers
+from loadplan.core.loading import decide_routes, run_load
 from loadplan.core.plan import Route
-from loadplan.core.read import share_node
 
 PATTERNS = (".engram.embed.",)
 
@@ -68,8 +69,10 @@ def load_on_rank(
     pipe: Connection, barrier: Any, rank: int, ranks: int, files: list[str], ours: bool
 ) -> None:
     """Load one rank's rows and all dense tensors; send the rise and the seconds."""
-    share_node(ranks)
-    plan = make_plan(read_headers(files), host_resident_weight_patterns=PATTERNS)
+    plan = dataclasses.replace(
+        decide_routes(read_headers(files), host_resident_weight_patterns=PATTERNS),
+        node_ranks=ranks,
+    )
     memory = {}
     for entry in plan.of(Route.HOST):
         rows, tail = entry.tensor.torch_shape[0], entry.tensor.torch_shape[1:]
@@ -80,7 +83,7 @@ def load_on_rank(
     Path("/proc/self/clear_refs").write_text("5")  # The peak starts anew.
     before, started = status_bytes("VmRSS"), time.perf_counter()
     reads = []
-    for name, tensor in run_plan(plan, stream_files=lambda names: (), device=DEVICE):
+    for name, tensor in run_load(plan, stream_files=lambda names: (), device=DEVICE):
         if name not in memory:
             continue
         begin, table = memory[name]

@@ -26,9 +26,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from loadplan.core import LoadPlan, Route, make_plan, read_headers, run_plan
-from loadplan.core.plan import PlannedTensor
-from loadplan.core.read import OpenFile, bytes_of, reader_pool
+from loadplan.core.header import read_headers
+from loadplan.core.loading import decide_routes, run_load
+from loadplan.core.plan import LoadPlan, PlannedTensor, Route
+from loadplan.core.read import OpenFile, bytes_of, reader_threads
 from loadplan.core.spans import read_tensors
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -113,7 +114,7 @@ def tables(folder: Path, gib: float, runs: int) -> dict[str, torch.Tensor]:
         shapes += [(f"{prefix}scale", "F8_E8M0", (rows, 8))]
         write_shard(folder / f"engram-{layer}.safetensors", shapes)
     headers = read_headers(sorted(map(str, folder.glob("*.safetensors"))))
-    plan = make_plan(headers, host_resident_weight_patterns=(".engram.",))
+    plan = decide_routes(headers, host_resident_weight_patterns=(".engram.",))
     memory = {
         e.tensor.name: host_memory(e.tensor.nbytes)
         .view(e.tensor.torch_dtype)
@@ -127,7 +128,7 @@ def tables(folder: Path, gib: float, runs: int) -> dict[str, torch.Tensor]:
 
     def with_pool(load: Callable[[str, torch.Tensor], None]) -> int:
         """As load_weights does: weight loaders of host tensors run in threads."""
-        pairs = list(run_plan(plan, stream_files=lambda files: (), device=DEVICE))
+        pairs = list(run_load(plan, stream_files=lambda files: (), device=DEVICE))
         with concurrent.futures.ThreadPoolExecutor() as pool:
             list(pool.map(lambda pair: load(*pair), pairs))
         return marks()
@@ -135,7 +136,7 @@ def tables(folder: Path, gib: float, runs: int) -> dict[str, torch.Tensor]:
     def chunked(threads: int, chunk: int) -> int:
         with concurrent.futures.ThreadPoolExecutor(threads) as pool:
             for entry in plan.entries:
-                file, begin = OpenFile(entry.file.path), entry.tensor.begin
+                file, begin = OpenFile(entry.file), entry.tensor.begin
                 buffer = bytes_of(memory[entry.tensor.name])
                 list(
                     pool.map(
@@ -256,9 +257,9 @@ def whole(folder: Path, memory: dict[str, torch.Tensor], runs: int) -> None:
     )
     headers = read_headers(files)
     nbytes = sum(header.payload_bytes for header in headers)
-    plan = make_plan(headers, host_resident_weight_patterns=(".engram.",))
-    reading = make_plan(
-        headers, host_resident_weight_patterns=(".engram.",), stream=False
+    plan = decide_routes(headers, host_resident_weight_patterns=(".engram.",))
+    reading = decide_routes(
+        headers, host_resident_weight_patterns=(".engram.",), reader="read"
     )
 
     def take(name: str, tensor: torch.Tensor, total: torch.Tensor) -> None:
@@ -271,7 +272,7 @@ def whole(folder: Path, memory: dict[str, torch.Tensor], runs: int) -> None:
 
     def planned(plan: LoadPlan) -> int:
         total = torch.zeros((), dtype=torch.int64, device=DEVICE)
-        for name, tensor in run_plan(
+        for name, tensor in run_load(
             plan,
             stream_files=lambda names: instanttensor_filtered(names, None),
             device=DEVICE,
@@ -320,7 +321,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("tables", "selections", "whole"))
     arguments = parser.parse_args()
     gpu = torch.cuda.get_device_name() if ON_GPU else "no GPU"
-    threads = reader_pool()._max_workers
+    threads = reader_threads()
     print(
         f"{gpu}, {os.cpu_count()} cores, {platform.machine()}, torch "
         f"{torch.__version__}, {threads} reader threads, {arguments.folder}"

@@ -16,7 +16,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from loadplan.core import make_plan, read_headers
+from loadplan.core.header import read_headers
+from loadplan.core.loading import decide_routes
+from loadplan.core.ranks import Machine, file_digests
 
 
 def write(folder: Path, files: int, tensors: int) -> tuple[list[str], dict[str, str]]:
@@ -54,9 +56,9 @@ def main() -> None:
             started = time.perf_counter()
             headers = read_headers(paths)
             read = time.perf_counter()
-            plan = make_plan(headers, weight_map=weight_map, device_budget=40 << 30)
+            plan = decide_routes(headers, weight_map, Machine(device_budget=40 << 30))
             planned = time.perf_counter()
-            digests = plan.file_digests()
+            digests = file_digests(plan)
             ended = time.perf_counter()
             print(
                 f"headers {read - started:.2f} s, plan {planned - read:.2f} s, "

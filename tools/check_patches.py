@@ -23,7 +23,6 @@ import patch_table
 from refresh_patches import BUILD, applies_to, diff
 
 from loadplan.engines import export
-from loadplan.engines.apply import sha256
 from loadplan.engines.series import (
     Patch,
     apply_hunks,
@@ -31,6 +30,8 @@ from loadplan.engines.series import (
     read_series,
     series_names,
 )
+from loadplan.engines.stages import added_files, own_stages
+from loadplan.engines.survey import sha256
 from loadplan.engines.targets import Target, data_folder, load_targets
 
 _SUBJECT = re.compile(r"\[PATCH\] [a-z]+\([a-z0-9-]+\): [^A-Z].*[^.]")
@@ -101,17 +102,15 @@ def check_headers(target: Target) -> Iterator[str]:
     owned: list[str] = []
     for path in sorted(target.patches.glob("*.patch")):
         patch = read_patch(path)
-        owned += patch.trailers("Adds")
+        owned += added_files(target, patch)
         for problem in _header(target, patch):
             yield f"{patch.name}: {problem}"
     for path in map(target.upstream, target.new_files()):
-        owners = [owner for owner in owned if path == owner or _inside(path, owner)]
-        if len(owners) != 1:
-            yield f"{path}: expected one line 'Adds:' that names it, got {owners}"
-
-
-def _inside(path: str, folder: str) -> bool:
-    return folder.endswith("/") and path.startswith(folder)
+        if owned.count(path) != 1:
+            yield (
+                f"{path}: expected one line 'Adds:' or one layer in LAYERS.toml that "
+                f"brings it, got {owned.count(path)}"
+            )
 
 
 def _header(target: Target, patch: Patch) -> Iterator[str]:
@@ -137,8 +136,8 @@ def _header(target: Target, patch: Patch) -> Iterator[str]:
             yield f"a line of {len(line)} characters, expected fewer than {_WIDTH}"
     if sorted(patch.trailers("Touches")) != sorted(patch.hunks):
         yield f"Touches {patch.trailers('Touches')}, but has hunks for {[*patch.hunks]}"
-    for key in ("Tests", "Docs"):
-        if not patch.trailers(key):
+    for key in ("Tests", "Docs", "Proofs"):
+        if not patch.trailers(key) and key != "Proofs":
             yield f"no line '{key}:'"
         for path in patch.trailers(key):
             if not (data_folder() / path).is_file():
@@ -151,9 +150,15 @@ def check_hunks(target: Target, pristine: Path, texts: dict[str, str]) -> Iterat
     Puts the patched text of every touched file into ``texts`` by its upstream path.
     """
     hashes: dict[str, dict[str, str]] = {}
-    for patch in read_series(target.patches):
+    series = read_series(target.patches)
+    own: dict[str, str] = {}
+    for patch, stage in zip(series, own_stages(target, series), strict=True):
         written = ""
+        before, own = own, stage
         for path, hunks in patch.hunks.items():
+            if path in own:
+                written += diff(path, before[path], own[path])
+                continue
             file = path.removeprefix(target.prefix)
             if path not in texts:
                 texts[path] = (pristine / file).read_bytes().decode()

@@ -13,7 +13,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from loadplan.engines.apply import FileState, apply, file_states
+from loadplan.engines.apply import apply
+from loadplan.engines.survey import FileState, file_states
 from loadplan.engines.targets import Target, load_targets
 
 BUILD = Path(__file__).resolve().parents[1] / "build"

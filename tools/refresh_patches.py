@@ -17,8 +17,16 @@ from pathlib import Path
 
 import patch_table
 
-from loadplan.engines.apply import sha256
-from loadplan.engines.series import Hunk, Patch, apply_hunks, read_series
+from loadplan.engines import export
+from loadplan.engines.series import (
+    Hunk,
+    Patch,
+    apply_hunks,
+    read_series,
+    reverse_hunks,
+)
+from loadplan.engines.stages import changed_files
+from loadplan.engines.survey import sha256
 from loadplan.engines.targets import Target, find_target, load_targets
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
@@ -28,6 +36,10 @@ def main(names: list[str]) -> None:
     for name in names or load_targets():
         refresh(name)
     patch_table.write()
+    for name in names or load_targets():
+        target = find_target(name)
+        print(f"Lines that the mails add to {name} {target.version}:")
+        print(export.size_table(export.plan_export(target)))
 
 
 def refresh(name: str) -> None:
@@ -35,12 +47,21 @@ def refresh(name: str) -> None:
     pristine = BUILD / "engines" / name / "pristine"
     edited = BUILD / "engines" / name / "patched"
     series = read_series(target.patches)
-    last = {p: patch.name for patch in series for p in patch.trailers("Touches")}
+    own = own_diffs(target, series)
+    last = {
+        path: patch.name
+        for patch in series
+        for path in patch.trailers("Touches")
+        if path not in own[patch.name]
+    }
     before = {path: read(target, pristine, path) for path in last}
     hashes = {p: {"pristine": sha256(text.encode())} for p, text in before.items()}
     for patch in series:
         diffs = []
         for path in patch.trailers("Touches"):
+            if path in own[patch.name]:
+                diffs.append(own[patch.name][path])
+                continue
             if last[path] == patch.name:
                 after = read(target, edited, path)
             else:
@@ -55,6 +76,24 @@ def refresh(name: str) -> None:
     for path, text in before.items():
         hashes[path]["patched"] = sha256(text.encode())
     write_hashes(target, hashes)
+
+
+def own_diffs(target: Target, series: list[Patch]) -> dict[str, dict[str, str]]:
+    """By patch and path, the diffs of files that an earlier patch of it added.
+
+    Their last form is what is edited, below python/. An edit at a place that no patch
+    changes moves their hunks; one at such a place needs its hunk edited too.
+    """
+    texts = {target.upstream(p): c.decode() for p, c in target.new_files().items()}
+    found: dict[str, dict[str, str]] = {}
+    for patch in reversed(series):
+        found[patch.name] = {}
+        for path in changed_files(target, patch):
+            after = texts[path]
+            hunks = moved(after, reverse_hunks(patch.hunks[path]))
+            texts[path] = apply_hunks(after, hunks, label=f"{patch.name}: {path}")
+            found[patch.name][path] = diff(path, texts[path], after)
+    return found
 
 
 def moved(text: str, hunks: tuple[Hunk, ...]) -> tuple[Hunk, ...]:

@@ -13,7 +13,9 @@ def parse(text: str) -> int:
     Raises:
         ValueError: it is none.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE)
+    match = re.fullmatch(
+        r"([0-9]{1,20}(?:\.[0-9]{1,20})?)([KMGT]?)(?:i?B)?", text, re.IGNORECASE
+    )
     if match is None:
         raise ValueError(f"{text!r} is no size, expected one like 24G")
     return int(float(match[1]) * _UNITS[match[2].upper()])

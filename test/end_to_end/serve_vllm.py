@@ -55,7 +55,7 @@ def serve(
     with (
         mock.patch.dict(os.environ, {MODE: mode}),
         mock.patch.object(os, "preadv", counting),
-        fake_gpu(engine="vllm") as record,
+        fake_gpu(engine="vllm") as journal,
     ):
         engine = LLM(
             model=str(folder),
@@ -79,7 +79,7 @@ def serve(
         "said": said,
         "guessed": counters.get("vllm:spec_decode_num_draft_tokens", 0),
         "right": counters.get("vllm:spec_decode_num_accepted_tokens", 0),
-        "streamed": Counter(record.names),
+        "streamed": Counter(journal.names),
         "read": sum(reads),
     }
 

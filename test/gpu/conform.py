@@ -28,8 +28,9 @@ sys.path.insert(0, str(ROOT / "python"))
 import odd_files  # noqa: E402
 
 from loadplan.standin import gpu  # noqa: E402
-from loadplan.standin import instanttensor as standin  # noqa: E402
-from loadplan.standin import instanttensor_sizes as sizes  # noqa: E402
+from loadplan.standin.backends import in_memory  # noqa: E402
+from loadplan.standin.reads import required_buffer_size_for_io  # noqa: E402
+from loadplan.standin.ring import ring_for_tensors  # noqa: E402
 
 
 def main() -> int:
@@ -47,7 +48,7 @@ def main() -> int:
         tempfile.TemporaryDirectory(dir=arguments.disk) as disk,
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
     ):
-        if standin.in_memory(disk):
+        if in_memory(disk):
             print(f"conform: {disk} is in memory; give --disk", file=sys.stderr)
             return 2
         differing = compared = 0
@@ -80,7 +81,7 @@ def _comparisons(real, disk: Path, memory: Path) -> Iterator[tuple[str, Comparis
             partial(
                 _unequal,
                 lambda pair: odd_files.ring_sizes(*pair),
-                (sizes.required_buffer_size_for_io, sizes.ring_for_tensors),
+                (required_buffer_size_for_io, ring_for_tensors),
                 (
                     impl.required_buffer_size_for_io,
                     impl.recommended_buffer_size_for_tensors,

@@ -20,7 +20,7 @@ from safetensors import safe_open
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "python"))
 
-from loadplan.load.run import open_engine  # noqa: E402
+from loadplan.load.engine import open_engine  # noqa: E402
 
 MIB = 1 << 20
 

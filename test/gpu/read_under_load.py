@@ -28,11 +28,11 @@ sys.path[:0] = [str(ROOT / "python"), str(ROOT / "test" / "loadplan")]
 
 from files import BITS, write_shard  # noqa: E402
 
-from loadplan.core import Route, ShortFileError, read_header  # noqa: E402
 from loadplan.core.broadcast import fill_together  # noqa: E402
-from loadplan.core.plan import PlannedTensor  # noqa: E402
+from loadplan.core.header import read_header  # noqa: E402
+from loadplan.core.plan import PlannedTensor, Route  # noqa: E402
 from loadplan.core.ranks import PeerFailure  # noqa: E402
-from loadplan.core.read import OpenFile  # noqa: E402
+from loadplan.core.read import OpenFile, ShortFileError  # noqa: E402
 from loadplan.core.spans import fill_spans, read_tensors  # noqa: E402
 
 MIB = 1 << 20

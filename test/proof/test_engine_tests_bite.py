@@ -33,7 +33,7 @@ pytestmark = pytest.mark.proof
 
 def all_tests(target: Target) -> list[str]:
     series = read_series(target.patches)
-    return [test for patch in series for test in patch.trailers("Tests")]
+    return [test for patch in series for test in patch.tests]
 
 
 def run_tests(
@@ -172,7 +172,7 @@ def test_without_one_hunk_an_engine_test_fails(
     target = TARGETS[engine]
     tree = mutate(tmp_path, engine, name, path, index)
     (patch,) = [p for p in read_series(target.patches) if p.name == name]
-    named = patch.trailers("Tests")
+    named = patch.tests
     others = [test for test in all_tests(target) if test not in named]
     hunk = f"{engine} {name} {path} {index}"
     killer = KILLERS.get(hunk)

@@ -20,6 +20,7 @@ import warm
 
 from loadplan.engines import export
 from loadplan.engines.targets import Target, load_targets
+from loadplan.engines.upstream_tests import upstream_path
 
 ROOT = Path(__file__).resolve().parents[2]
 TREES = ROOT / "build" / "engines"
@@ -57,7 +58,7 @@ def run(upstream: Upstream, arguments: list[str]) -> subprocess.CompletedProcess
 
 def named_tests(target: Target, commits: list[export.Commit]) -> list[str]:
     return [
-        export.upstream_path(target, test)
+        upstream_path(target, test)
         for commit in commits
         for test in commit.patch.trailers("Tests")
     ]

@@ -25,11 +25,11 @@ ALONE = mapping_of(0, 1)
 def load_on_rank(rank, world_size, folder, layout):
     """Load the target twice; the parameters that differ, and the files streamed."""
     mapping = mapping_of(rank, world_size)
-    with tiny_gpu() as record:
+    with tiny_gpu() as journal:
         expected = load(target(mapping, layout), folder, "safetensors")
         loaded = load(target(mapping, layout), folder)
     differing = [name for name in expected if loaded[name] != expected[name]]
-    return differing, [len(call.files) for call in record.calls]
+    return differing, [len(call.files) for call in journal.calls]
 
 
 class TestDeepseekV41(unittest.TestCase):
@@ -42,14 +42,14 @@ class TestDeepseekV41(unittest.TestCase):
 
     def assert_loads(self, make, folder, **gpu):
         """Loading gives the same bytes as the safetensors format."""
-        with tiny_gpu(**gpu) as record:
+        with tiny_gpu(**gpu) as journal:
             expected = load(make(), folder, "safetensors")
             try:
                 loaded = load(make(), folder)
             except ValueError as error:
                 self.fail(str(error))
         self.assertEqual(loaded, expected)
-        return record
+        return journal
 
     @pytest.mark.feature
     def test_target_loads_whichever_way_its_tables_are_sharded(self):
@@ -66,8 +66,8 @@ class TestDeepseekV41(unittest.TestCase):
     def test_target_with_tables_apart_keeps_its_collective_reads(self):
         # Turns red when one file beside the tables leaves the one call.
         folder, _ = self.checkpoint(tables_alone=True, draft_alone=True)
-        record = self.assert_loads(lambda: target(ALONE, "shared"), folder)
-        (call,) = record.calls
+        journal = self.assert_loads(lambda: target(ALONE, "shared"), folder)
+        (call,) = journal.calls
         self.assertEqual(len(call.files), 5)
 
     @pytest.mark.feature
@@ -78,19 +78,19 @@ class TestDeepseekV41(unittest.TestCase):
                 folder, content = self.checkpoint(
                     tables_alone=tables_alone, draft_alone=False
                 )
-                record = self.assert_loads(lambda: draft(ALONE), folder)
-                self.assertEqual(record.calls, [])
+                journal = self.assert_loads(lambda: draft(ALONE), folder)
+                self.assertEqual(journal.calls, [])
                 self.assertTrue(any(map(is_table, content)))
 
     @pytest.mark.guard(mutation="the draft's own files are read tensor by tensor")
     def test_draft_in_a_file_of_its_own_reads_only_that(self):
         # Turns red when the draft reads the target a second time.
         folder, content = self.checkpoint(tables_alone=True, draft_alone=True)
-        record = self.assert_loads(lambda: draft(ALONE), folder)
-        (call,) = record.calls
+        journal = self.assert_loads(lambda: draft(ALONE), folder)
+        (call,) = journal.calls
         self.assertEqual(len(call.files), 1)
         own = {name for name in content if name.startswith("mtp.")}
-        self.assertEqual(set(record.names), own)
+        self.assertEqual(set(journal.names), own)
 
     @pytest.mark.feature
     def test_older_release_of_the_library_loads_the_same(self):

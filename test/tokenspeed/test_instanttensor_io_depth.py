@@ -16,7 +16,7 @@ class TestIoDepth(unittest.TestCase):
     """Needs no GPU."""
 
     def load(self, **options):
-        with tempfile.TemporaryDirectory() as folder, tiny_gpu() as record:
+        with tempfile.TemporaryDirectory() as folder, tiny_gpu() as journal:
             path = Path(folder, "model.safetensors")
             save_file({"x": torch.ones(8)}, path)
             try:
@@ -26,7 +26,7 @@ class TestIoDepth(unittest.TestCase):
             except TypeError as error:
                 self.fail(str(error))
             self.assertEqual([name for name, _ in weights], ["x"])
-        (call,) = record.calls
+        (call,) = journal.calls
         return dict(call.kwargs)
 
     @pytest.mark.feature

@@ -1,6 +1,6 @@
 """The released DefaultModelLoader with --load-format instanttensor, over small files.
 
-InstantTensor and the device are fakes that keep a record of what reached them.
+InstantTensor and the device are fakes that keep a journal of what reached them.
 """
 
 import json
@@ -77,19 +77,19 @@ class LoaderCase(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.folder = folder.name
-        self.record = self.gpu()
+        self.journal = self.gpu()
 
     def gpu(self, **options):
         context = tiny_gpu(**options)
-        record = context.__enter__()
+        journal = context.__enter__()
         self.addCleanup(context.__exit__, None, None, None)
-        return record
+        return journal
 
     def load(self, model=ALL, load_format="instanttensor"):
-        self.record.calls.clear()
+        self.journal.calls.clear()
         return dict(weights_of(model, self.folder, load_format))
 
-    def try_load(self, model=ALL, record=None):
+    def try_load(self, model=ALL, journal=None):
         """What arrived, or the error as text: what fails is for the test to say."""
         try:
             return {name: raw(tensor) for name, tensor in self.load(model).items()}
@@ -98,7 +98,7 @@ class LoaderCase(unittest.TestCase):
 
     @property
     def streamed(self):
-        return [os.path.basename(f) for call in self.record.calls for f in call.files]
+        return [os.path.basename(f) for call in self.journal.calls for f in call.files]
 
 
 class TestWhatTheGuidePromises(LoaderCase):
@@ -109,13 +109,13 @@ class TestWhatTheGuidePromises(LoaderCase):
         # Turns red when a plain checkpoint loses its collective reads or a bit.
         expected = write(self.folder, a=tensors_of("x", "yy"), b=tensors_of("zzz"))
         by_default = self.load(load_format="auto")
-        self.assertEqual(self.record.calls, [])
+        self.assertEqual(self.journal.calls, [])
         loaded = self.load()
         self.assertEqual({n: raw(t) for n, t in loaded.items()}, expected)
         self.assertEqual({n: raw(t) for n, t in by_default.items()}, expected)
-        (call,) = self.record.calls
+        (call,) = self.journal.calls
         self.assertEqual(len(call.files), 2)
-        self.assertTrue(all(map(self.record.on_device, loaded.values())))
+        self.assertTrue(all(map(self.journal.on_device, loaded.values())))
 
     @pytest.mark.guard(mutation="the glue imports instanttensor at its top")
     def test_library_is_imported_only_when_the_format_is_chosen(self):
@@ -159,8 +159,8 @@ class TestWhatTheGuidePromises(LoaderCase):
         for load_format in ("auto", "safetensors"):
             loaded = self.load(draft_of("mtp."), load_format)
             self.assertEqual(set(loaded), {"mtp.y", "mtp.z"})
-            self.assertEqual(self.record.calls, [])
-            self.assertFalse(any(map(self.record.on_device, loaded.values())))
+            self.assertEqual(self.journal.calls, [])
+            self.assertFalse(any(map(self.journal.on_device, loaded.values())))
 
     @pytest.mark.guard(mutation="planned although LOADPLAN_DISABLE is set")
     def test_way_back_is_the_call_of_the_release(self):
@@ -169,7 +169,7 @@ class TestWhatTheGuidePromises(LoaderCase):
         with mock.patch.dict(os.environ, LOADPLAN_DISABLE="1"):
             loaded = self.load(draft_of("mtp."))
         self.assertEqual(set(loaded), {"x", "mtp.y", "mtp.z"})
-        (call,) = self.record.calls
+        (call,) = self.journal.calls
         self.assertEqual(dict(call.kwargs), {})
 
     @pytest.mark.guard(mutation="the plan is made when the loader is asked, not used")
@@ -177,7 +177,7 @@ class TestWhatTheGuidePromises(LoaderCase):
         # As a pipeline stage without draft parameters; red when it opens files.
         write(self.folder, a=tensors_of("x"))
         weights_of(ALL, self.folder)
-        self.assertEqual(self.record.calls, [])
+        self.assertEqual(self.journal.calls, [])
 
 
 class TestTensorLevelFilter(LoaderCase):
@@ -235,7 +235,7 @@ class TestTensorLevelFilter(LoaderCase):
         result = str(self.try_load())
         self.assertIn("b.safetensors: no such file", result)
         self.assertIn("'y'", result)
-        self.assertEqual(self.record.calls, [])
+        self.assertEqual(self.journal.calls, [])
 
     @pytest.mark.feature
     def test_shard_that_a_draft_does_not_want_may_be_missing(self):
@@ -255,7 +255,7 @@ class TestDeviceBuffer(LoaderCase):
         expected = write(self.folder, a=tensors_of("x"), b=tensors_of("mtp.y"))
         del expected["x"]
         self.assertEqual(self.try_load(draft_of("mtp.")), expected)
-        (call,) = self.record.calls
+        (call,) = self.journal.calls
         self.assertEqual(dict(call.kwargs), {"io_depth": 3})
 
     @pytest.mark.guard(mutation="the operator's own depth is overruled")
@@ -264,7 +264,7 @@ class TestDeviceBuffer(LoaderCase):
         write(self.folder, a=tensors_of("x"))
         with mock.patch.dict(os.environ, INSTANTTENSOR_IO_DEPTH="5"):
             self.load()
-        (call,) = self.record.calls
+        (call,) = self.journal.calls
         self.assertEqual(dict(call.kwargs), {})
 
 
@@ -278,7 +278,7 @@ class TestHostResidentWeights(LoaderCase):
         model = SimpleNamespace(host_resident_weight_patterns=("tab",))
         loaded = self.load(model)
         self.assertEqual({n: raw(t) for n, t in loaded.items()}, expected)
-        on_device = {n for n, t in loaded.items() if self.record.on_device(t)}
+        on_device = {n for n, t in loaded.items() if self.journal.on_device(t)}
         self.assertEqual(on_device, {"x", "y"})
         self.assertEqual([*loaded][-1], "table")
         self.assertTrue(hasattr(loaded["table"], "row_source"))
@@ -316,7 +316,7 @@ class TestSubByteDtypes(LoaderCase):
         result = self.try_load()
         self.assertIn("declares the sub-byte safetensors dtype 'F6_E2M3'", str(result))
         self.assertIn("Use --load-format auto instead.", str(result))
-        self.assertEqual(self.record.calls, [])
+        self.assertEqual(self.journal.calls, [])
 
     @pytest.mark.guard(mutation="the plan is made at the first tensor")
     def test_refusal_comes_when_the_iterator_is_made(self):
@@ -370,8 +370,8 @@ class TestLibraryVersions(LoaderCase):
             ("0.1.9", ["x.safetensors"]),
             ("0.2.2", ["odd.safetensors", "x.safetensors"]),
         ):
-            with self.subTest(version=version), tiny_gpu(version=version) as record:
-                self.record = record
+            with self.subTest(version=version), tiny_gpu(version=version) as journal:
+                self.journal = journal
                 self.assertEqual(self.try_load(), expected)
                 self.assertEqual(sorted(self.streamed), streamed)
 
@@ -392,10 +392,10 @@ def load_in_groups(rank, world_size, folder, cases):
             load_format="instanttensor", checkpoint_load_group=names[configured]
         )
         model_config = SimpleNamespace(model_path=folder, revision=None)
-        with tiny_gpu() as record:
+        with tiny_gpu() as journal:
             loader = DefaultModelLoader(config)
             loaded = sorted(dict(loader._get_all_weights(model_config, model)))
-        (call,) = record.calls
+        (call,) = journal.calls
         (which,) = [k for k, group in groups.items() if group is call.process_group]
         results.append((which, loaded))
     return results

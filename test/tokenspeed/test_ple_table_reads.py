@@ -137,12 +137,12 @@ class TestPleTables(unittest.TestCase):
             self.given_back += nbytes
             fadvise(fd, offset, nbytes, advice)
 
-        with tiny_gpu() as record:
+        with tiny_gpu() as journal:
             model = model_with_table(model_class, config, rank, tp_size)
 
             def noted():
                 for name, tensor in weights_of(model, self.folder, load_format):
-                    if record.on_device(tensor):
+                    if journal.on_device(tensor):
                         on_device.add(name)
                     yield name, tensor
 

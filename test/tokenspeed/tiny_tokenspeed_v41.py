@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from sympy import isprime
 
-from loadplan.standin.gpu import Record, fake_gpu
+from loadplan.standin.gpu import Journal, fake_gpu
 from loadplan.standin.tokenspeed import fake_moe_kernels
 from tokenspeed.runtime.configs.deepseek_v41_config import DeepseekV41Config
 from tokenspeed.runtime.configs.load_config import LoadConfig
@@ -316,8 +316,8 @@ def load(model: Any, folder: str, load_format: str = "instanttensor") -> dict:
     return {name: tensor_bytes(p) for name, p in model.named_parameters()}
 
 
-def tiny_gpu(**options: Any) -> AbstractContextManager[Record]:
-    """A machine that looks as if it had a GPU and InstantTensor; yields the record."""
+def tiny_gpu(**options: Any) -> AbstractContextManager[Journal]:
+    """A machine that looks as if it had a GPU and InstantTensor; yields the journal."""
     return fake_gpu(engine="tokenspeed", **options)
 
 

@@ -3,7 +3,7 @@
 """Weights under load_format instanttensor: who reads what, and with whom.
 
 The released DefaultModelLoader runs on one rank, or on two with vLLM's own world group;
-InstantTensor and the device are fakes that keep a record of what reached them.
+InstantTensor and the device are fakes that keep a journal of what reached them.
 """
 
 import os

@@ -54,7 +54,7 @@ def device():
 
     properties = SimpleNamespace(multi_processor_count=1)
     with (
-        fake_gpu(engine="vllm") as record,
+        fake_gpu(engine="vllm") as journal,
         mock.patch.object(torch, "empty", pageable),
         mock.patch.object(torch.Tensor, "is_pinned", lambda tensor: True),
         mock.patch.object(
@@ -64,7 +64,7 @@ def device():
         # Tables may be collected when this device is gone.
         mock.patch.object(DPSharedEngramStorage, "_unregister", staticmethod(forget)),
     ):
-        yield record
+        yield journal
 
 
 def alone():

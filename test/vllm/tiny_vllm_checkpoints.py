@@ -23,7 +23,7 @@ from tiny_vllm_configs import (
     write_model,
 )
 
-from loadplan.standin.gpu import Record, fake_gpu
+from loadplan.standin.gpu import Journal, fake_gpu
 from vllm.config import EngramConfig, LoadConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import init_distributed_environment
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -87,12 +87,12 @@ class Load:
     def __init__(
         self,
         pairs: list[tuple[str, torch.Tensor]],
-        record: Record,
+        journal: Journal,
         read: list[tuple[str, int]],
     ) -> None:
         self.names = [name for name, _ in pairs]
         self.tensors = {name: raw(tensor) for name, tensor in pairs}
-        self.on_device = {name for name, t in pairs if record.on_device(t)}
+        self.on_device = {name for name, t in pairs if journal.on_device(t)}
         self.with_rows = {name for name, t in pairs if hasattr(t, "row_source")}
         self.calls = [
             SimpleNamespace(
@@ -101,9 +101,9 @@ class Load:
                 device=call.device,
                 options={k: v for k, v in call.kwargs.items() if v is not None},
             )
-            for call in record.calls
+            for call in journal.calls
         ]
-        self.streamed = nbytes(*record.names)
+        self.streamed = nbytes(*journal.names)
         self.read = sum(count for _, count in read)
         self.read_files = {os.path.basename(path) for path, _ in read}
 
@@ -147,7 +147,7 @@ def _load(
     load_format: str = "instanttensor",
     share_all: bool = False,
     **gpu: Any,
-) -> tuple[list[tuple[str, torch.Tensor]], Record, list[tuple[str, int]]]:
+) -> tuple[list[tuple[str, torch.Tensor]], Journal, list[tuple[str, int]]]:
     loader = DefaultModelLoader(LoadConfig(load_format=load_format))
     loader.local_expert_ids = local_expert_ids
     config = vllm_config()
@@ -155,21 +155,21 @@ def _load(
     source = SimpleNamespace(model=str(folder), revision=None)
     with (
         set_current_vllm_config(config),
-        fake_gpu(engine="vllm", **gpu) as record,
+        fake_gpu(engine="vllm", **gpu) as journal,
         counted_reads() as reads,
         _sharing_all() if share_all else contextlib.nullcontext(),
     ):
         pairs = list(loader.get_all_weights(source, model or torch.nn.Module()))
-    return pairs, record, reads
+    return pairs, journal, reads
 
 
 def _sharing_all() -> contextlib.AbstractContextManager:
     """Let ranks share what they read, however little it is."""
     try:
-        from vllm.model_executor.model_loader.loadplan import stream
+        from vllm.model_executor.model_loader.loadplan import broadcast
     except ImportError:
         return contextlib.nullcontext()  # The release has nothing to share.
-    return mock.patch.object(stream, "_LEAST_SHARED_BYTES", 0)
+    return mock.patch.object(broadcast, "LEAST_SHARED_BYTES", 0)
 
 
 def vllm_config() -> Any:

@@ -10,30 +10,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from loadplan.core import (
-    FileHeader,
-    LoadPlan,
-    Route,
-    TensorHeader,
+from loadplan.core.broadcast import LEAST_SHARED_BYTES, SHARED_BYTES
+from loadplan.core.header import FileHeader, TensorHeader
+from loadplan.core.plan import LoadPlan, Route
+from loadplan.core.ring import (
+    READ_BYTES,
+    READS_IN_FLIGHT,
     ring_budget,
+    ring_bytes,
     small_io_depth,
 )
-from loadplan.core.ring import ring_bytes
-from loadplan.core.spans import Span, make_pieces, make_spans
+from loadplan.core.spans import (
+    PIECE_BYTES,
+    PIECES_IN_FLIGHT,
+    Span,
+    make_pieces,
+    make_spans,
+)
 from loadplan.units import gib
 
 # What InstantTensor keeps in flight by itself, over all ranks: on disk, in memory (at
 # most: there it follows from the processors).
-_READ_BYTES = 8 << 20
-_RING = 512 * _READ_BYTES
+_RING = READS_IN_FLIGHT * READ_BYTES
 _RING_IN_MEMORY = 192 << 20
-
-# READ: pinned buffers of one rank, each for a piece. On the GPU a span is filled while
-# the last one is used; ranks that share much keep more of them under way.
-_PIECE_BYTES = 8 << 20
-_MOST_PIECES = 16
-_SHARED_BYTES = 512 << 20
-_SHARED_SPANS = 256 << 20
 
 WEIGHTS = "weights, about"
 RING = "InstantTensor's ring"
@@ -95,7 +94,7 @@ def plan_gpu(plan: LoadPlan, *, weights: int, tp: int, limit: int | None) -> Mem
         depth = small_io_depth(files, world_size=tp, options={})
         in_flight = _RING_IN_MEMORY if any(f.in_memory for f in files) else _RING
         if depth is not None:
-            in_flight = min(in_flight, depth * tp * _READ_BYTES)
+            in_flight = min(in_flight, depth * tp * READ_BYTES)
     streamed = [
         entry.tensor
         for entry in sorted(
@@ -115,16 +114,18 @@ def plan_gpu(plan: LoadPlan, *, weights: int, tp: int, limit: int | None) -> Mem
 def span_bytes(spans: Sequence[Span], *, tp: int) -> int:
     """What READ takes of a GPU at once, beside the weights."""
     total = sum(span.nbytes for span in spans)
+    # One is filled while the last one is used.
     under_way = 2 * max((span.nbytes for span in spans), default=0)
-    if tp > 1 and total >= _SHARED_BYTES:
-        under_way = max(under_way, _SHARED_SPANS)
+    if tp > 1 and total >= LEAST_SHARED_BYTES:
+        # Ranks that share much keep more of them under way.
+        under_way = max(under_way, SHARED_BYTES)
     return min(total, under_way)
 
 
 def read_buffers(plan: LoadPlan) -> int:
     """Host memory of one rank that READ goes through."""
     pieces = sum(1 for _ in make_pieces(make_spans(plan.of(Route.READ))))
-    return min(pieces, _MOST_PIECES) * _PIECE_BYTES
+    return min(pieces, PIECES_IN_FLIGHT) * PIECE_BYTES
 
 
 def _gpu(

@@ -7,13 +7,14 @@ index names, or every one where there is no index.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from loadplan.core import FileHeader, LoadPlanError, read_headers, read_index
+from loadplan.checkpoint import strangers
+from loadplan.checkpoint.config import hidden_layers
+from loadplan.core.header import FileHeader, LoadPlanError, read_headers, read_index
 
 _CONSOLIDATED = ("consolidated.safetensors", "model.safetensors")
 _DRAFT_FILE = "mtp.safetensors"
@@ -64,20 +65,31 @@ class Checkpoint:
 def read_checkpoint(paths: Sequence[Path]) -> Checkpoint:
     """Read the headers of one folder, or of files that lie in one folder.
 
+    What is given twice counts once.
+
     Raises:
         LoadPlanError: no such folder, nothing to load in it, files that are missing,
             or a file that cannot be loaded.
     """
-    if len(paths) == 1 and not paths[0].is_file():
+    paths = list({os.path.abspath(path): path for path in paths}.values())
+    if len(paths) == 1 and paths[0].is_dir():
         return _read_folder(paths[0])
-    folders = {path.parent for path in paths}
+    for path in paths:
+        if path.suffix == ".json" and path.is_file():
+            raise LoadPlanError(
+                f"{path}: a JSON file, expected safetensors files or the folder of a "
+                f"checkpoint; name '{path.parent}'"
+            )
+        if len(paths) == 1 and not path.is_file():
+            raise strangers.refusal(path)
+    folders = {os.path.abspath(path.parent): path.parent for path in paths}
     if len(folders) > 1 or any(path.is_dir() for path in paths):
         raise LoadPlanError(
             f"{paths[0]}: given with {len(paths) - 1} other path(s) that lie elsewhere "
             "or are folders, expected one folder or files of one folder; name one"
         )
-    folder = folders.pop()
-    headers = read_headers([str(path) for path in paths])
+    (folder,) = folders.values()
+    headers = _headers(folder, [path.name for path in paths])
     return Checkpoint(
         folder=folder,
         headers=headers,
@@ -85,43 +97,32 @@ def read_checkpoint(paths: Sequence[Path]) -> Checkpoint:
         weight_map=read_index(str(folder)),
         unindexed=(),
         hidden=(),
-        layers=_hidden_layers(folder),
+        layers=hidden_layers(folder),
     )
 
 
 def _read_folder(folder: Path) -> Checkpoint:
-    if not folder.is_dir():
-        raise LoadPlanError(
-            f"{folder}: no such folder or file, expected a checkpoint; 'loadplan synth "
-            "DIR' makes one"
-        )
     names = sorted(p.name for p in folder.iterdir() if p.suffix == ".safetensors")
     hidden = tuple(name for name in names if name.startswith("."))
     present = [name for name in names if not name.startswith(".")]
     weight_map = read_index(str(folder))
     wanted = present
     if weight_map is not None:
-        shards = set(weight_map.values())
-        indexed = {os.path.relpath(path, folder) for path in shards}
-        missing = sorted(name for name in indexed if not (folder / name).exists())
-        if missing:
-            raise LoadPlanError(
-                f"{folder}: the index names {len(missing)} file(s) that are not there, "
-                f"{missing[0]!r} first, expected all of {len(indexed)}; is the "
-                "download complete?"
-            )
+        indexed = _indexed(folder, weight_map, present)
         wanted = [name for name in present if name in indexed]
     elif present == list(_CONSOLIDATED):
         wanted = present[1:]
+    if not present:
+        raise strangers.nothing_in(folder)
     if not wanted:
         raise LoadPlanError(
-            f"{folder}: nothing to load in {len(present)} safetensors file(s), "
-            "expected a checkpoint; is the download complete?"
+            f"{folder}: the index names no file, expected some of the {len(present)} "
+            "safetensors file(s) beside it; download it again or remove it"
         )
-    headers = read_headers([str(folder / name) for name in wanted])
+    headers = _headers(folder, wanted)
     draft_headers = headers
     if _DRAFT_FILE in present and _DRAFT_FILE not in wanted:
-        draft_headers = [*headers, *read_headers([str(folder / _DRAFT_FILE)])]
+        draft_headers = [*headers, *_headers(folder, [_DRAFT_FILE])]
     return Checkpoint(
         folder=folder,
         headers=headers,
@@ -129,14 +130,39 @@ def _read_folder(folder: Path) -> Checkpoint:
         weight_map=weight_map,
         unindexed=tuple(name for name in present if name not in wanted),
         hidden=hidden,
-        layers=_hidden_layers(folder),
+        layers=hidden_layers(folder),
     )
 
 
-def _hidden_layers(folder: Path) -> int | None:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        value = config.get("text_config", config)["num_hidden_layers"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # only DeepSeek-V3's naming of a draft needs it
-    return value if isinstance(value, int) else None
+def _headers(folder: Path, names: Sequence[str]) -> list[FileHeader]:
+    # The index's paths begin with the folder as it is given, "." too, and so do an
+    # engine's.
+    return read_headers([os.path.join(str(folder), name) for name in names])
+
+
+def _indexed(folder: Path, weight_map: dict[str, str], present: list[str]) -> set[str]:
+    """The files, by name in ``folder``, that the index names.
+
+    Raises:
+        LoadPlanError: one is not there, or no engine finds it: they all list
+            ``*.safetensors`` of the folder itself and leave the index's others out.
+    """
+    indexed = {os.path.relpath(path, folder) for path in set(weight_map.values())}
+    missing = sorted(name for name in indexed if not (folder / name).exists())
+    if missing:
+        raise LoadPlanError(
+            f"{folder}: the index names {len(missing)} file(s) that are not there, "
+            f"{missing[0]!r} first, expected all of {len(indexed)}; is the "
+            "download complete?"
+        )
+    passed_over = sorted(indexed - set(present))
+    if passed_over:
+        paths = {os.path.join(str(folder), name) for name in passed_over}
+        tensors = sum(path in paths for path in weight_map.values())
+        raise LoadPlanError(
+            f"{folder}: the index names {len(passed_over)} file(s) that engines pass "
+            f"over, {passed_over[0]!r} first, so that {tensors} tensor(s) would be "
+            "missing; expected .safetensors files in the folder itself; download the "
+            "checkpoint again or repair the index"
+        )
+    return indexed

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from loadplan.checkpoint.files import Checkpoint
-from loadplan.core import LoadPlan, PlannedTensor, Route
+from loadplan.core.plan import LoadPlan, PlannedTensor, Route
 
 _DONE = {
     Route.SKIP: "left out, nothing is read",
     Route.HOST: "stays in host memory, each rank takes its rows",
     Route.READ: "read apart from the stream, to the same place",
 }
+_SIZE = re.compile(r"\A\d+ B, ")
 # Not odd: what the placement and the draft ask for.
 _USUAL = ("host-resident", "not wanted by this model")
 
@@ -96,7 +98,10 @@ def _departures(checkpoint: Checkpoint, plan: LoadPlan) -> Iterator[Oddity]:
     groups: dict[tuple[Route, str], list[PlannedTensor]] = {}
     for entry in plan.entries:
         if entry.route is not Route.STREAM and entry.reason not in _USUAL:
-            groups.setdefault((entry.route, entry.reason), []).append(entry)
+            # The plan's reason for one that is too large begins with its size: what
+            # is odd is the same for all of them.
+            reason = _SIZE.sub("", entry.reason)
+            groups.setdefault((entry.route, reason), []).append(entry)
     for (route, reason), entries in groups.items():
         yield Oddity(
             what=reason.replace(f"{checkpoint.folder}/", ""),

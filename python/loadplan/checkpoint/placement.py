@@ -9,13 +9,14 @@ import dataclasses
 import json
 from typing import Any
 
-from loadplan.core import LoadPlanError
+from loadplan.core.header import LoadPlanError
 
 _CHOICES = {
     "placement": ("gpu", "cpu"),
     "replication": ("none", "per_node"),
     "lookup": ("collective", "peer_read"),
 }
+_SHOWN = 200
 _TABLES = ".engram.embed."
 
 
@@ -100,7 +101,10 @@ def _refusal(text: str, problem: str) -> LoadPlanError:
     choices = ", ".join(
         f'"{key}" ({" or ".join(values)})' for key, values in _CHOICES.items()
     )
+    shown = repr(text)
+    if len(shown) > _SHOWN:
+        shown, problem = f"{shown[:_SHOWN]}...", problem[:_SHOWN]
     return LoadPlanError(
-        f"--engram-config: {text!r}: {problem}; expected a JSON object with the "
+        f"--engram-config: {shown}: {problem}; expected a JSON object with the "
         f"optional keys {choices}"
     )

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadplan import units
+from loadplan.commands import numbers
 from loadplan.engines import targets
 
 if TYPE_CHECKING:
@@ -62,14 +62,14 @@ def add_machine(command: argparse.ArgumentParser) -> None:
     """What a checkpoint is loaded on, and which parts of it."""
     command.add_argument(
         "--tp",
-        type=count,
+        type=numbers.whole(1, numbers.MOST_GPUS),
         default=1,
         metavar="N",
         help="GPUs that share the model (default: 1)",
     )
     command.add_argument(
         "--nodes",
-        type=count,
+        type=numbers.whole(1, numbers.MOST_GPUS),
         default=1,
         metavar="N",
         help="hosts that these GPUs are in (default: 1)",
@@ -80,21 +80,6 @@ def add_machine(command: argparse.ArgumentParser) -> None:
         choices=("dspark", "mtp"),
         help="load the checkpoint's own draft too",
     )
-
-
-def size(text: str) -> int:
-    """Bytes of a size like ``24G``, as an argument."""
-    try:
-        return units.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def count(text: str) -> int:
-    """A number of things, at least one."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number, expected 1 or more")
-    return int(text)
 
 
 def shown(text: str) -> str:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadplan.commands import common
+from loadplan.commands import common, numbers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
     common.add_machine(command)
     command.add_argument(
         "--pin",
-        type=common.size,
+        type=numbers.size("4K", "1024T"),
         default=1 << 30,
         metavar="SIZE",
         help="how much memory to register with CUDA as a trial (default: 1G)",
@@ -51,12 +51,12 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from loadplan import doctor
     from loadplan.checkpoint.placement import parse_placement
-    from loadplan.inspection.loads import Machine
+    from loadplan.inspection.loads import Hardware
 
     if arguments.checkpoint:
         need = doctor.need_of(
             arguments.checkpoint,
-            machine=Machine(tp=arguments.tp, nodes=arguments.nodes),
+            machine=Hardware(tp=arguments.tp, nodes=arguments.nodes),
             engram_config=arguments.engram_config,
             draft=arguments.draft,
             pin=arguments.pin,

@@ -37,11 +37,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     target = targets.find_target(arguments.engine)
     commits = export.write_export(target, arguments.out)
-    print(f"Added production lines, for {target.name} {target.version}:")
-    print(f"  {'hunks':>5} {'glue':>5} {'core':>5}")
-    for commit in commits:
-        lines = commit.lines
-        print(f"  {lines.hunks:5} {lines.glue:5} {lines.core:5}  {commit.name}")
+    print(f"Added lines, for {target.name} {target.version}:")
+    print(export.size_table(commits))
     heart = [commit for commit in commits if commit.name in target.limits.heart]
     total = sum(commit.lines.hunks + commit.lines.glue for commit in heart)
     print(

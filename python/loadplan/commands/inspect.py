@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadplan.commands import common
+from loadplan.commands import common, numbers
 from loadplan.units import gib
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
     for place, holder in (("gpu", "one GPU"), ("host", "one host")):
         command.add_argument(
             f"--{place}-memory",
-            type=common.size,
+            type=numbers.size("1M", "1048576T"),
             metavar="SIZE",
             help=f"free memory of {holder}, like 96G",
         )
@@ -69,7 +69,7 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from loadplan.inspection.loads import Machine, inspect
+    from loadplan.inspection.loads import Hardware, inspect
 
     if arguments.plot is not None:
         from loadplan.inspection import plot
@@ -78,7 +78,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with _no_collection():
         inspection = inspect(
             arguments.checkpoint,
-            machine=Machine(
+            machine=Hardware(
                 tp=arguments.tp,
                 nodes=arguments.nodes,
                 gpu_memory=arguments.gpu_memory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import json
 import sys
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loadplan.commands import common
-from loadplan.engines import apply, targets
-from loadplan.engines.apply import FileState
+from loadplan.engines import targets
+from loadplan.engines.survey import FileState, file_states
 from loadplan.errors import EngineError
 from loadplan.units import gib
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
-    from loadplan.load.run import LoadReport
+    from loadplan.load.report import LoadReport
 
 
 def add(commands: Any) -> None:
@@ -48,51 +49,45 @@ def add(commands: Any) -> None:
         action="store_true",
         help="load with the engine's default loader too, and compare",
     )
+    command.add_argument(
+        "--log",
+        type=Path,
+        metavar="FILE",
+        help="write into FILE what the engine prints (default: print it)",
+    )
     common.add_json(command)
     command.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
+    from loadplan.load.engine import check_checkpoint
 
-    from loadplan.load import run
-
-    run.check_checkpoint(arguments.checkpoint)
+    check_checkpoint(arguments.checkpoint)
     target = targets.find_target(arguments.engine)
     if arguments.engine_dir is not None:
         root = targets.find_root(target, arguments.engine_dir).resolve()
         sys.path.insert(0, str(root))
     else:
         root = common.locate(arguments.engine, None)[1]
-    if set(apply.file_states(target, root).values()) != {FileState.PATCHED}:
+    if set(file_states(target, root).values()) != {FileState.PATCHED}:
         raise EngineError(
             f"{root}: {target.name} is not patched, or not wholly; "
             f"'loadplan apply {target.name}' does that"
         )
-    console = Console(quiet=arguments.json)
-    with common.progress_bar() as progress:
-        steps = _Bar(progress, f"opening {target.name}")
-        with run.open_engine(
-            target.name, arguments.checkpoint, engram_config=arguments.engram_config
-        ) as engine:
-            steps.begin("planning", 0)
-            reader = _reader()
-            plan = engine.plan()
-            console.print(f"InstantTensor: {reader}")
-            console.print(f"Engram tables: {engine.tables()}")
-            console.print(_plan_table(plan))
-            report = run.run_load(
-                engine,
-                plan,
-                arguments.checkpoint,
-                reader=reader,
-                compare=arguments.compare,
-                steps=steps,
-            )
+    try:
+        return _show(arguments, _load(arguments, target.name))
+    finally:
+        if arguments.log is not None and arguments.log.exists():
+            sys.stdout.flush()
+            print(f"What {target.name} printed: {arguments.log}", file=sys.stderr)
+
+
+def _show(arguments: argparse.Namespace, report: LoadReport) -> int:
+    """Print the report; the exit code."""
     if arguments.json:
         print(json.dumps(dataclasses.asdict(report), indent=2))
     else:
-        _print_report(console, report)
+        _print_report(_console(), report)
     if report.wrong:
         print(
             f"ERROR {len(report.wrong)} tensor(s) or file(s) differ from "
@@ -104,6 +99,44 @@ def _run(arguments: argparse.Namespace) -> int:
         print("ERROR the default loader's bytes differ", file=sys.stderr)
         return 1
     return 0
+
+
+def _load(arguments: argparse.Namespace, name: str) -> LoadReport:
+    """Show the plan, then load."""
+    from loadplan.load import noise
+    from loadplan.load.engine import open_engine
+    from loadplan.load.run import run_load
+
+    console = _console(quiet=arguments.json)
+    with common.progress_bar() as progress, contextlib.ExitStack() as stack:
+        steps = _Bar(progress, f"opening {name}")
+        if arguments.log is not None:
+            out, err = stack.enter_context(noise.kept_in(arguments.log))
+            console.file, progress.console.file = out, err
+            stack.callback(setattr, progress.console, "file", None)
+        with open_engine(
+            name, arguments.checkpoint, engram_config=arguments.engram_config
+        ) as engine:
+            steps.begin("planning", 0)
+            reader = _reader()
+            plan = engine.plan()
+            console.print(f"InstantTensor: {reader}")
+            console.print(f"Engram tables: {engine.tables()}")
+            console.print(_plan_table(plan))
+            return run_load(
+                engine,
+                plan,
+                arguments.checkpoint,
+                reader=reader,
+                compare=arguments.compare,
+                steps=steps,
+            )
+
+
+def _console(**options: Any) -> Console:
+    from rich.console import Console
+
+    return Console(**options)
 
 
 class _Bar:
@@ -176,17 +209,22 @@ def _print_report(console: Console, report: LoadReport) -> None:
         f"To the GPU: {gib(device)}; whole files would put {stock} there. "
         f"{report.loading_seconds:.2f} s, {report.seconds:.2f} s with checking."
     )
-    console.print(_peaks_table(report))
-    if report.default is not None:
-        times = report.default.seconds / report.default.loadplan_seconds
-        text = (
-            f"Without checking: {report.default.loadplan_seconds:.2f} s, and "
-            f"{report.default.seconds:.2f} s by the default loader, {times:.1f} times "
-            "as long."
+    if report.peaks.device is None:
+        # The stub holds in host memory what would be on the GPU.
+        console.print(
+            "Without a GPU times and memory mean nothing: InstantTensor is a stub."
         )
-        if report.peaks.device is None:
-            text = "Without a GPU the times mean nothing: InstantTensor is a stub."
-        console.print(text)
+    else:
+        console.print(_peaks_table(report))
+        if report.default is not None:
+            times = report.default.seconds / report.default.loadplan_seconds
+            console.print(
+                f"Without checking: {report.default.loadplan_seconds:.2f} s, and "
+                f"{report.default.seconds:.2f} s by the default loader, {times:.1f} "
+                "times as long."
+            )
+    if report.default is not None and report.default.same:
+        console.print("The default loader brought the same bytes.")
     verdict = "differs from" if report.wrong else "matches"
     console.print(f"sha256 {report.digest}")
     console.print(f"The digest {verdict} {report.reference}.")

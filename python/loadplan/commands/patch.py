@@ -9,6 +9,7 @@ from typing import Any
 
 from loadplan.commands import common
 from loadplan.engines import apply, targets
+from loadplan.engines.status import status_of
 from loadplan.load import processes
 
 
@@ -72,7 +73,7 @@ def _mention_processes(target: targets.Target, root: Path) -> None:
 
 def _status(arguments: argparse.Namespace) -> int:
     target, root = common.locate(arguments.engine, arguments.target)
-    status = apply.status(target, root)
+    status = status_of(target, root)
     running = processes.engine_processes(target.package, root)
     if arguments.json:
         report = {"engine": target.name, "version": target.version, "root": str(root)}

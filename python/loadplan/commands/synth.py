@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from loadplan.commands import common
+from loadplan.commands import common, numbers
 from loadplan.units import gib
 
 
@@ -22,11 +22,24 @@ def add(commands: Any) -> None:
     )
     command.add_argument("out", type=Path, help="a folder that is empty or absent")
     command.add_argument(
-        "--size", type=common.size, default="64M", help="bytes, like 64M"
+        "--size",
+        type=numbers.size("8M", "4T"),
+        default="64M",
+        help="of all tensors, like 64M (the default)",
     )
-    command.add_argument("--engram-fraction", type=float, metavar="F", default=0.4)
-    command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--shards", type=int, help="how many files")
+    command.add_argument(
+        "--engram-fraction",
+        type=numbers.fraction(0.05, 0.9),
+        metavar="F",
+        default=0.4,
+        help="share of it in the Engram tables, 0.05 to 0.9 (default: 0.4)",
+    )
+    command.add_argument(
+        "--seed", type=numbers.whole(0, (1 << 64) - 1), default=0, help="default: 0"
+    )
+    command.add_argument(
+        "--shards", type=numbers.whole(1, 100_000), help="how many files"
+    )
     command.add_argument(
         "--mixed-engram",
         action="store_true",
@@ -38,9 +51,11 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from loadplan.synth import recipes
+    from loadplan.synth.layout import layout
+    from loadplan.synth.options import SynthOptions
+    from loadplan.synth.writer import synthesize
 
-    options = recipes.SynthOptions(
+    options = SynthOptions(
         size=arguments.size,
         engram_fraction=arguments.engram_fraction,
         seed=arguments.seed,
@@ -49,11 +64,11 @@ def _run(arguments: argparse.Namespace) -> int:
         draft=not arguments.no_draft,
         shards=arguments.shards,
     )
-    shards = recipes.layout(options)
+    shards = layout(options)
     total = sum(shard.nbytes for shard in shards)
     with common.progress_bar() as progress:
         task = progress.add_task("Writing", total=total)
-        recipes.synthesize(
+        synthesize(
             arguments.out,
             options,
             progress=lambda nbytes: progress.advance(task, nbytes),

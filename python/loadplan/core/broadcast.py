@@ -11,20 +11,25 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 
+from .plan import PlannedTensor
 from .ranks import PeerFailure
 from .spans import (
+    PIECE_BYTES,
     Copier,
     FilledSpans,
     Piece,
     Span,
+    fill_spans,
     make_pieces,
     read_ahead,
+    read_tensors,
 )
 
 # Measured on two GPUs: broadcasts of 32 MiB fill the link, and two windows of 128 MiB
@@ -32,15 +37,48 @@ from .spans import (
 _PIECES_PER_STRIPE = 4
 _STRIPES_PER_WINDOW = 4
 _WINDOWS_IN_FLIGHT = 2
+_WINDOW_BYTES = _STRIPES_PER_WINDOW * _PIECES_PER_STRIPE * PIECE_BYTES
+SHARED_BYTES = _WINDOWS_IN_FLIGHT * _WINDOW_BYTES
 
 # Memory of spans that are not yielded yet; only a span that is larger may exceed it.
 _MOST_BYTES = 512 << 20
 
+# Less than this is read by every rank alone: it costs no more than the exchange.
+LEAST_SHARED_BYTES = 512 << 20
+
 _Stripe = tuple[Piece, ...]
 
 
+def read_shared(
+    entries: list[PlannedTensor],
+    device: torch.device,
+    *,
+    group: dist.ProcessGroup | None,
+    threads: int | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``read_tensors``; the ranks of ``group`` read each byte once between them.
+
+    ``group`` is one for tensors on ``device``, None for this rank alone. Where there is
+    little, each rank reads it alone all the same.
+    """
+    fill = fill_spans
+    if (
+        group is not None
+        and dist.get_world_size(group) > 1
+        and sum(entry.tensor.nbytes for entry in entries) >= LEAST_SHARED_BYTES
+    ):
+        fill = functools.partial(fill_together, group=group)
+        # Each rank may have been given the files in an order of its own.
+        entries = sorted(entries, key=lambda entry: entry.file.path)
+    return read_tensors(entries, device, fill, threads=threads)
+
+
 def fill_together(
-    spans: list[Span], device: torch.device, *, group: dist.ProcessGroup
+    spans: list[Span],
+    device: torch.device,
+    threads: int | None = None,
+    *,
+    group: dist.ProcessGroup,
 ) -> FilledSpans:
     """Yield each span with its memory, filled and safe on the current stream.
 
@@ -56,7 +94,7 @@ def fill_together(
     copier = Copier(device)
     own = (piece for stripe in stripes[rank::ranks] for piece in stripe)
     windows: collections.deque[_Window] = collections.deque()
-    with contextlib.closing(read_ahead(own, copier)) as ready:
+    with contextlib.closing(read_ahead(own, copier, threads)) as ready:
         sender = _Sender(group, copier, ready)
         for new in _make_windows(stripes):
             while windows and not (

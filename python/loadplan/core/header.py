@@ -1,8 +1,6 @@
 """What one safetensors file holds and where, read from its header alone.
 
-The verdict on a file, the names, their order, dtypes and shapes are official
-safetensors'. It does not tell byte ranges: they are the running sum of the
-tensors' sizes, and the sum must end where the file ends.
+The verdict on a file, the names and their order are official safetensors'.
 """
 
 from __future__ import annotations
@@ -14,11 +12,16 @@ import json
 import os
 import stat
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .content import stranger
+from .small_file import read_json
+
 INDEX_NAME = "model.safetensors.index.json"
+_INDEX = "a JSON object whose weight_map maps tensor names to shards"
 
 # The file starts with the header's length as a little-endian 64-bit integer
 # (https://github.com/huggingface/safetensors, README, "Format").
@@ -52,6 +55,13 @@ _DTYPES: dict[str, tuple[int, str | None]] = {
     "F4": (4, "float4_e2m1fn_x2"),
 }
 
+# Official safetensors has judged the text before it is parsed here; orjson is faster
+# and comes with the engines.
+try:
+    from orjson import loads as _parse
+except ImportError:
+    _parse = json.loads
+
 # Network file systems answer slowly, one request after the other.
 _HEADER_THREADS = 16
 
@@ -67,8 +77,11 @@ class LoadPlanError(ValueError):
     """
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorHeader:
+class ShortFileError(LoadPlanError, EOFError):
+    """A file ended before the bytes that its header promises."""
+
+
+class TensorHeader(NamedTuple):
     """One tensor of a file.
 
     ``dtype`` and ``shape`` are the header's own (an F4 shape counts values, not
@@ -114,9 +127,10 @@ class TensorHeader:
 class FileHeader:
     """One shard: its tensors in the order of their bytes.
 
-    ``identity`` is the device and inode, equal for two links to one file;
-    ``in_memory`` tells tmpfs and ramfs from everything else, None where the ranks that
-    load together differ; ``size`` is in bytes.
+    ``identity`` is the device and inode, equal for two links to one file; ``mtime_ns``
+    is when the file was last written; ``in_memory`` tells tmpfs and ramfs from
+    everything else, None where the ranks that load together differ; ``size`` is in
+    bytes.
     """
 
     path: str
@@ -125,11 +139,21 @@ class FileHeader:
     in_memory: bool | None
     metadata: dict[str, str] | None
     tensors: tuple[TensorHeader, ...]
+    mtime_ns: int = 0
 
     @property
     def payload_bytes(self) -> int:
         # Nothing lies between the tensors, and there may be thousands of them.
         return self.tensors[-1].end - self.tensors[0].begin if self.tensors else 0
+
+    def check_unchanged(self, status: os.stat_result) -> None:
+        """Refuse an opened file that is not the one whose header was read.
+
+        Raises:
+            LoadPlanError: it was replaced or written to meanwhile.
+            ShortFileError: it has become shorter.
+        """
+        _check_same(self.path, status, (*self.identity, self.size, self.mtime_ns))
 
 
 def read_header(path: str) -> FileHeader:
@@ -157,37 +181,25 @@ def read_header(path: str) -> FileHeader:
     try:
         with safe_open(path, framework="np") as opened:
             metadata = opened.metadata()
-            entries = []
-            for name in opened.offset_keys():
-                view = opened.get_slice(name)
-                entries.append((name, view.get_dtype(), tuple(view.get_shape())))
+            names = opened.offset_keys()
     except SafetensorError as error:
-        raise LoadPlanError(
-            f"{path}: refused by safetensors: {error}; download the file again"
-        ) from error
+        found = stranger(path)
+        what = f"it is {found}" if found else f"{error}; download the file again"
+        raise LoadPlanError(f"{path}: refused by safetensors: {what}") from error
     with open(path, "rb") as file:
+        _check_same(path, os.fstat(file.fileno()), _version(status))
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-    begin = payload = _LENGTH_BYTES + length
-    tensors = []
-    for name, dtype, shape in entries:
-        end = begin + _nbytes(path, name=name, dtype=dtype, shape=shape)
-        tensors.append(
-            TensorHeader(name=name, dtype=dtype, shape=shape, begin=begin, end=end)
-        )
-        begin = end
-    if begin != status.st_size:
-        raise LoadPlanError(
-            f"{path}: {len(tensors)} tensors of {begin - payload} B end at byte "
-            f"{begin} of {status.st_size} B, expected the end of the file; "
-            "is something still writing it?"
-        )
+        entries = _parse(file.read(length))
+    start = _LENGTH_BYTES + length
+    tensors = tuple(_tensor(path, name, entries[name], start) for name in names)
     return FileHeader(
         path=path,
         size=status.st_size,
         identity=(status.st_dev, status.st_ino),
         in_memory=is_in_memory(path),
         metadata=metadata,
-        tensors=tuple(tensors),
+        tensors=tensors,
+        mtime_ns=status.st_mtime_ns,
     )
 
 
@@ -200,44 +212,74 @@ def read_headers(paths: Sequence[str]) -> list[FileHeader]:
 def read_index(folder: str) -> dict[str, str] | None:
     """Map each tensor name of the checkpoint's index to a path, None without index.
 
+    Paths are ``folder`` and the shard's name without dots that mean nothing, as a
+    listing of ``folder`` spells them.
+
     Raises:
         LoadPlanError: the index is no index, or it names a file outside ``folder``.
     """
     path = os.path.join(folder, INDEX_NAME)
-    if not os.path.isfile(path):
+    index = read_json(path, expected=_INDEX, error=LoadPlanError)
+    if index is None:
         return None
-    try:
-        with open(path, encoding="utf-8") as file:
-            weight_map = json.load(file)["weight_map"]
-        shards = set(weight_map.values())
-        if not all(isinstance(shard, str) for shard in shards):
-            raise TypeError("a shard is not a string")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise LoadPlanError(
-            f"{path}: not an index ({type(error).__name__}: {error}), expected a JSON "
-            "object whose weight_map maps tensor names to shards; download it again"
-        ) from error
-    for shard in shards:
-        # An index comes with the checkpoint and must not choose other files to read.
-        if os.path.isabs(shard) or ".." in shard.split("/"):
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        found = "no weight_map" if weight_map is None else "a weight_map that is none"
+        raise LoadPlanError(f"{path}: {found}, expected {_INDEX}; download it again")
+    paths: dict[str, str] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
             raise LoadPlanError(
-                f"{path}: names shard {shard!r}, expected a path inside the "
-                "checkpoint's folder; do not load this checkpoint"
+                f"{path}: names {shard!r} for tensor {name!r}, expected {_INDEX}; "
+                "download it again"
             )
-    paths = {shard: os.path.join(folder, shard) for shard in shards}
+        # An index comes with the checkpoint and must not choose other files to read.
+        if shard not in paths and not _is_inside(shard):
+            raise LoadPlanError(
+                f"{path}: names shard {shard!r} for tensor {name!r}, expected a path "
+                "inside the checkpoint's folder; do not load this checkpoint"
+            )
+        paths[shard] = os.path.join(folder, os.path.normpath(shard))
     return {name: paths[shard] for name, shard in weight_map.items()}
 
 
-def _nbytes(path: str, *, name: str, dtype: str, shape: tuple[int, ...]) -> int:
+def _is_inside(shard: str) -> bool:
+    """Whether ``shard`` can be the name of a file below the checkpoint's folder."""
+    try:
+        named = b"\0" not in os.fsencode(shard) and os.path.normpath(shard) != "."
+    except UnicodeEncodeError:
+        return False
+    return named and not os.path.isabs(shard) and ".." not in shard.split("/")
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    """What tells a file from another one, and from itself after a change."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _check_same(path: str, status: os.stat_result, expected: tuple[int, ...]) -> None:
+    *_, size, _ = expected
+    if status.st_size < size:
+        raise ShortFileError(
+            f"{path}: ends at byte {status.st_size}, expected {size} B: it changed "
+            "while loading; load again when nothing writes to the checkpoint"
+        )
+    if _version(status) != expected:
+        raise LoadPlanError(
+            f"{path}: changed while loading: device, inode, size and time of change "
+            f"are {_version(status)}, expected those of the header, {expected}; load "
+            "again when nothing writes to the checkpoint"
+        )
+
+
+def _tensor(path: str, name: str, entry: dict, start: int) -> TensorHeader:
+    dtype, (begin, end) = entry["dtype"], entry["data_offsets"]
     if dtype not in _DTYPES:
         raise LoadPlanError(
             f"{path}: tensor {name!r} has dtype {dtype!r}, expected one of "
             f"{sorted(_DTYPES)}; update loadplan"
         )
-    bits = _DTYPES[dtype][0]
-    for size in shape:
-        bits *= size
-    return bits // 8
+    return TensorHeader(name, dtype, tuple(entry["shape"]), start + begin, start + end)
 
 
 def is_in_memory(path: str) -> bool:

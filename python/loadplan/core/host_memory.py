@@ -13,11 +13,16 @@ _MEMINFO = Path("/proc/meminfo")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 
-# By version: limit and use of a group, and the counters of its page cache.
+# By version: limits and use of a group, and the counters of its page cache. At "high"
+# the kernel does not kill; it slows every allocation down until a load stands still.
 _FILES = {
-    2: ("memory.max", "memory.current", ("active_file", "inactive_file")),
+    2: (
+        ("memory.max", "memory.high"),
+        "memory.current",
+        ("active_file", "inactive_file"),
+    ),
     1: (
-        "memory.limit_in_bytes",
+        ("memory.limit_in_bytes",),
         "memory.usage_in_bytes",
         ("total_active_file", "total_inactive_file"),
     ),
@@ -71,15 +76,32 @@ def _levels(root: Path, path: str, *, version: int) -> Iterator[int]:
 
 
 def _left(level: Path, *, version: int) -> int | None:
-    limit_file, use_file, reclaimable = _FILES[version]
+    limit_files, use_file, reclaimable = _FILES[version]
+    limits = [_number(_text(level / name)) for name in limit_files]
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    if limit is None:
+        return None  # the root of version 2 has none
+    # What cannot be read must not lift the limit: without the use there is at most all
+    # of it left, without the counters no page cache is given back.
+    use = _number(_text(level / use_file)) or 0
+    counts = dict(
+        words
+        for line in _text(level / "memory.stat").splitlines()
+        if len(words := line.split()) == 2
+    )
+    cached = sum(_number(counts.get(name, "")) or 0 for name in reclaimable)
+    return max(limit - max(use - cached, 0), 0)
+
+
+def _text(path: Path) -> str:
+    """What is in a file of the kernel's, empty where it cannot be read."""
     try:
-        limit = (level / limit_file).read_text().strip()
-        use = int((level / use_file).read_text())
-        stat = (level / "memory.stat").read_text().splitlines()
-    except OSError:
-        return None  # the root of version 2 has no limit
-    if limit == "max":
-        return None
-    counts = dict(line.split(maxsplit=1) for line in stat)
-    cached = sum(int(counts.get(name, 0)) for name in reclaimable)
-    return max(int(limit) - use + cached, 0)
+        return path.read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+def _number(text: str) -> int | None:
+    """A count of bytes; None for ``max``, for nothing and for what is no number."""
+    text = text.strip()
+    return int(text) if text.isdecimal() else None

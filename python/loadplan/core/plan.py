@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from .header import FileHeader, LoadPlanError, TensorHeader
-from .ring import ring_bytes
 
 # A file is still streamed whole when dropping this much of it costs less than giving
 # up its collective reads.
 MAX_DROPPED_FRACTION = 0.01
+
+# Why some files cannot be streamed whole, by path, whatever their routes are.
+Obstacles = Callable[[Sequence[FileHeader]], Mapping[str, str]]
 
 
 class UnloadableTensorError(LoadPlanError):
@@ -32,13 +34,12 @@ class Route(enum.Enum):
     """Where a tensor's bytes go, and through which reader."""
 
     SKIP = "skip"  # nowhere: this model does not want it
-    HOST = "host"  # stays in host memory: a lazy CPU tensor that carries its row source
-    READ = "read"  # to the device by positioned reads
+    HOST = "host"  # stays in host memory: a lazy CPU tensor
+    READ = "read"  # to the device, selected from its file
     STREAM = "stream"  # to the device by InstantTensor, whole files
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlannedTensor:
+class PlannedTensor(NamedTuple):
     """A tensor of one file and its route; ``reason`` is empty for STREAM."""
 
     file: FileHeader
@@ -62,10 +63,12 @@ class LoadPlan:
 
     ``promised`` holds the names that the model will get, taken from the headers and the
     model's own filter, not from the routes: what a load is checked against.
+    ``node_ranks`` is how many ranks of this node carry the plan out at once.
     """
 
     entries: tuple[PlannedTensor, ...]
     promised: frozenset[str]
+    node_ranks: int = 1
 
     def of(self, route: Route) -> list[PlannedTensor]:
         return [entry for entry in self.entries if entry.route is route]
@@ -78,20 +81,6 @@ class LoadPlan:
     @property
     def stream_files(self) -> list[str]:
         return [file.path for file in self.streamed()]
-
-    def file_digests(self) -> dict[str, str]:
-        """By path, a digest of size, header and routes: equal on ranks that agree."""
-        texts: dict[str, list[str]] = {}
-        for entry in self.entries:
-            tensor = entry.tensor
-            texts.setdefault(entry.file.path, [str(entry.file.size)]).append(
-                f"{tensor.name} {tensor.dtype} {tensor.shape} {tensor.begin} "
-                f"{entry.route.value}"
-            )
-        return {
-            path: hashlib.sha256("\n".join(lines).encode()).hexdigest()
-            for path, lines in texts.items()
-        }
 
     def totals(self) -> dict[Route, RouteTotal]:
         return {route: _total(self.of(route)) for route in Route}
@@ -111,102 +100,87 @@ def make_plan(
     weight_map: Mapping[str, str] | None = None,
     host_resident_weight_patterns: Iterable[str | re.Pattern[str]] = (),
     wanted_weight: Callable[[str], bool] | None = None,
-    rank_filtered_weight: Callable[[str], bool] | None = None,
-    device_budget: int | None = None,
-    old_reader: bool = False,
-    stream: bool = True,
+    kept: Mapping[str, str] | None = None,
+    obstacles: Obstacles | None = None,
 ) -> LoadPlan:
     """Decide the route of every tensor in ``files``, given in the engine's order.
 
     ``weight_map`` is the index, tensor name to path. The patterns are substrings of the
     names that stay in host memory, or regular expressions that are found in them;
-    ``wanted_weight`` tells the names that the model will use, None wants all.
-    ``rank_filtered_weight`` tells those that some ranks leave out, None means none.
-    ``device_budget`` is the most bytes that InstantTensor's ring may take, None sets no
-    limit; ``old_reader`` says that InstantTensor is older than 0.2 on some rank.
-    Without ``stream`` what would be STREAM is READ.
+    ``kept`` names others that stay there, with the reason. ``wanted_weight`` tells the
+    names that the model will use, None wants all. ``obstacles`` tells which files
+    InstantTensor cannot stream for a reason of its own.
 
     Raises:
         LoadPlanError: no tensor at all, a name with two owners, or an index that does
             not fit the files.
         UnloadableTensorError: a wanted tensor that torch cannot hold.
     """
-    if isinstance(host_resident_weight_patterns, str):
-        raise LoadPlanError(
-            f"host_resident_weight_patterns is {host_resident_weight_patterns!r}, "
-            "expected a tuple of strings; every letter would be a pattern"
-        )
-    patterns = [
-        re.compile(re.escape(pattern)) if isinstance(pattern, str) else pattern
-        for pattern in host_resident_weight_patterns
-    ]
-    # Before anything is decided: what a load is checked against.
+    on_host = _host_rule(host_resident_weight_patterns, kept or {})
+    names = {tensor.name for file in files for tensor in file.tensors}
+    # Asked once a name, before anything is decided: what a load is checked against.
     promised = frozenset(
-        tensor.name
-        for file in files
-        for tensor in file.tensors
-        if wanted_weight is None or wanted_weight(tensor.name)
+        names if wanted_weight is None else filter(wanted_weight, names)
     )
     by_path = _distinct(files)
     files = list({id(file): file for file in by_path.values()}.values())
-    owners = _owners(files, by_path, weight_map)
+    owners = _owners(files, by_path, weight_map, promised)
     if not owners:
         raise LoadPlanError(
             f"no tensor in {len(files)} file(s) {[file.path for file in files]}, "
             "expected a checkpoint; is the download complete?"
         )
-
-    def first_route(file: FileHeader, tensor: TensorHeader) -> tuple[Route, str]:
-        if owners[tensor.name] is not file:
-            return Route.SKIP, f"stale copy; it belongs to {owners[tensor.name].path}"
-        if wanted_weight is not None and not wanted_weight(tensor.name):
-            return Route.SKIP, "not wanted by this model"
-        if tensor.torch_dtype is None:
-            raise UnloadableTensorError(
-                file.path,
-                f"tensor {tensor.name!r} has dtype {tensor.dtype!r}, which this torch "
-                "and safetensors cannot load; use a checkpoint that stores it packed "
-                "in bytes",
-            )
-        if any(pattern.search(tensor.name) for pattern in patterns):
-            return Route.HOST, "host-resident"
-        return Route.STREAM, ""
-
     routed = {
-        file.path: [(tensor, *first_route(file, tensor)) for tensor in file.tensors]
-        for file in files
+        file.path: _first_routes(file, owners, promised, on_host) for file in files
     }
-
-    def obstacles() -> dict[str, str]:
-        if not stream:
-            return {file.path: "LOADPLAN_STREAM_READER=read" for file in files}
-        found = {
-            file.path: _obstacle(
-                file, routed[file.path], owners, old_reader, rank_filtered_weight
-            )
+    hindered = {file.path: _obstacle(file, routed[file.path]) for file in files}
+    if obstacles is not None:
+        whole = [
+            file
             for file in files
-        }
-        return found | _minority_medium(
-            [file for file in files if not found[file.path]], routed
-        )
-
-    hindered = obstacles()
-    if device_budget is not None:
-        while _keep_too_large(files, routed, hindered, device_budget):
-            hindered = obstacles()
-    entries = []
+            if not hindered[file.path]
+            and any(entry.route is Route.STREAM for entry in routed[file.path])
+        ]
+        hindered |= obstacles(whole)
+    entries: list[PlannedTensor] = []
     for file in files:
-        obstacle = hindered[file.path]
-        for tensor, route, reason in routed[file.path]:
-            if route is Route.STREAM and obstacle:
-                route, reason = Route.READ, obstacle
-            entries.append(
-                PlannedTensor(file=file, tensor=tensor, route=route, reason=reason)
-            )
+        reason = hindered[file.path]
+        entries += (
+            entry._replace(route=Route.READ, reason=reason)
+            if reason and entry.route is Route.STREAM
+            else entry
+            for entry in routed[file.path]
+        )
     return LoadPlan(entries=tuple(entries), promised=promised)
 
 
-_Routed = list[tuple[TensorHeader, Route, str]]
+def _host_rule(
+    patterns: Iterable[str | re.Pattern[str]], kept: Mapping[str, str]
+) -> Callable[[str], str]:
+    """Why a name stays on the host, empty if it does not."""
+    given = [patterns] if isinstance(patterns, str | bytes) else list(patterns)
+    plain = [pattern for pattern in given if isinstance(pattern, str)]
+    # Not re.Pattern alone: an engine may compile them by a library of its own.
+    compiled = [pattern for pattern in given if hasattr(pattern, "search")]
+    if isinstance(patterns, str) or len(plain) + len(compiled) < len(given):
+        raise LoadPlanError(
+            f"host_resident_weight_patterns is {patterns!r}, expected a tuple of "
+            "strings or compiled patterns; every letter of a string would be a pattern"
+        )
+    if "" in plain:
+        raise LoadPlanError(
+            f"host_resident_weight_patterns is {patterns!r}, expected substrings of "
+            "names; an empty one would keep every tensor on the host"
+        )
+
+    def reason(name: str) -> str:
+        if any(text in name for text in plain):
+            return "host-resident"
+        if any(pattern.search(name) for pattern in compiled):
+            return "host-resident"
+        return kept.get(name, "")
+
+    return reason
 
 
 def _distinct(files: Sequence[FileHeader]) -> dict[str, FileHeader]:
@@ -222,6 +196,7 @@ def _owners(
     files: Sequence[FileHeader],
     by_path: Mapping[str, FileHeader],
     weight_map: Mapping[str, str] | None,
+    promised: frozenset[str],
 ) -> dict[str, FileHeader]:
     """Name to the one file whose bytes count: the index's choice, else the only one."""
     owners: dict[str, FileHeader] = {}
@@ -235,7 +210,8 @@ def _owners(
             if indexed.get(tensor.name, file) is not file:
                 continue
             other = owners.setdefault(tensor.name, file)
-            if other is not file:
+            # Which copy of an unwanted one counts is nobody's concern.
+            if other is not file and tensor.name in promised:
                 raise LoadPlanError(
                     f"tensor {tensor.name!r} is in {other.path} and in {file.path} and "
                     "no index says which one counts; remove one file or restore the "
@@ -250,95 +226,48 @@ def _owners(
     return owners
 
 
-def _obstacle(
+def _first_routes(
     file: FileHeader,
-    routed: _Routed,
     owners: Mapping[str, FileHeader],
-    old_reader: bool,
-    rank_filtered_weight: Callable[[str], bool] | None,
-) -> str:
-    """Why InstantTensor may not stream ``file`` whole, empty if it may."""
-    # Facts about InstantTensor 0.2.2 behind the checks: it refuses a foreign format,
-    # dies on some zero-byte tensors and returns the wrong bytes for sub-byte dtypes.
-    # 0.1.9 also refuses tensors that are not aligned and the FNUZ dtypes.
-    if file.in_memory is None:
-        return "in memory for some ranks, on disk for others"
-    form = (file.metadata or {}).get("format", "pt")
-    if form != "pt":
-        return f"metadata format {form!r}"
-    dropped = 0
-    for tensor, route, _ in routed:
-        if route is Route.HOST:
-            return "shares its file with tensors that stay on the host"
-        if rank_filtered_weight is not None and rank_filtered_weight(tensor.name):
-            return "shares its file with weights that some ranks leave out"
-        if tensor.is_sub_byte:
-            return f"sub-byte dtype {tensor.dtype} in its file"
-        if tensor.nbytes == 0:
-            return "zero-byte tensor in its file"
-        if old_reader and tensor.dtype.endswith("FNUZ"):
-            return f"dtype {tensor.dtype}, which InstantTensor before 0.2 refuses"
-        if old_reader and tensor.begin % (tensor.element_bits // 8):
-            return (
-                "a tensor that is not aligned, which InstantTensor before 0.2 refuses"
+    promised: frozenset[str],
+    on_host: Callable[[str], str],
+) -> list[PlannedTensor]:
+    """SKIP and HOST, decided name by name; all others may still be streamed."""
+    entries = []
+    for tensor in file.tensors:
+        route, reason = Route.STREAM, ""
+        if tensor.name not in promised:
+            route, reason = Route.SKIP, "not wanted by this model"
+        elif owners[tensor.name] is not file:
+            belongs = owners[tensor.name].path
+            route, reason = Route.SKIP, f"stale copy; it belongs to {belongs}"
+        elif tensor.torch_dtype is None:
+            raise UnloadableTensorError(
+                file.path,
+                f"tensor {tensor.name!r} has dtype {tensor.dtype!r}, which this torch "
+                "and safetensors cannot load; use a checkpoint that stores it packed "
+                "in bytes",
             )
-        if route is Route.SKIP:
-            dropped += tensor.nbytes
+        elif reason := on_host(tensor.name):
+            route = Route.HOST
+        entries.append(PlannedTensor(file, tensor, route, reason))
+    return entries
+
+
+def _obstacle(file: FileHeader, entries: Sequence[PlannedTensor]) -> str:
+    """Why InstantTensor may not stream ``file`` whole, as far as the routes tell."""
+    dropped = 0
+    for entry in entries:
+        if entry.route is Route.HOST:
+            return "shares its file with tensors that stay on the host"
+        if entry.route is Route.SKIP:
+            dropped += entry.tensor.nbytes
             # Names are all that InstantTensor yields: two of one name look alike.
-            if owners[tensor.name] is not file:
+            if entry.reason.startswith("stale copy"):
                 return "shares its file with a stale copy"
     if dropped > MAX_DROPPED_FRACTION * file.payload_bytes:
         return "shares its file with unwanted tensors"
     return ""
-
-
-def _minority_medium(
-    files: Sequence[FileHeader], routed: Mapping[str, _Routed]
-) -> dict[str, str]:
-    """InstantTensor wants all files in memory or all on disk: fewer bytes give way."""
-    media: dict[bool, list[FileHeader]] = {True: [], False: []}
-    for file in files:
-        if any(route is Route.STREAM for _, route, _ in routed[file.path]):
-            media[file.in_memory].append(file)
-    if not media[True] or not media[False]:
-        return {}
-    minority = min(
-        (True, False), key=lambda m: sum(file.payload_bytes for file in media[m])
-    )
-    reason = "in memory, others on disk" if minority else "on disk, others in memory"
-    return {file.path: reason for file in media[minority]}
-
-
-def _keep_too_large(
-    files: Sequence[FileHeader],
-    routed: Mapping[str, _Routed],
-    hindered: Mapping[str, str],
-    budget: int,
-) -> bool:
-    """Route to HOST what the device cannot take whole; whether there was something.
-
-    The plan sends none larger than the budget there. Where InstantTensor's ring for
-    the rest would be too large, the largest make way, all of one size at once.
-    """
-    on_device = [
-        (tensor.nbytes, file.path, index, file)
-        for file in files
-        for index, (tensor, route, _) in enumerate(routed[file.path])
-        if route is Route.STREAM
-    ]
-    too_large = [entry for entry in on_device if entry[0] > budget]
-    if not too_large:
-        # The library takes files by name and tensors by offset.
-        streamed = [entry for entry in on_device if not hindered[entry[3].path]]
-        streamed.sort(key=lambda entry: entry[1:3])
-        if ring_bytes([entry[0] for entry in streamed]) > budget:
-            largest = max(entry[0] for entry in streamed)
-            too_large = [entry for entry in streamed if entry[0] == largest]
-    for nbytes, _, index, file in too_large:
-        tensor = routed[file.path][index][0]
-        reason = f"{nbytes} B, more than the device has room for at once"
-        routed[file.path][index] = (tensor, Route.HOST, reason)
-    return bool(too_large)
 
 
 def _total(entries: Sequence[PlannedTensor]) -> RouteTotal:

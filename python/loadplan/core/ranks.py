@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import os
 import socket
@@ -18,8 +19,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from .header import FileHeader, LoadPlanError, read_headers, read_index
-from .plan import LoadPlan, make_plan
-from .read import share_node
+from .plan import LoadPlan
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,8 @@ def _absent_ranks_named(group: dist.ProcessGroup, step: str) -> Iterator[None]:
 class Machine:
     """What a rank's machine allows and another's may not; reduced before routing.
 
-    ``device_budget`` is in bytes, None where there is no limit.
+    ``device_budget`` is in bytes, None where there is no limit. ``old_reader`` says
+    that InstantTensor is older than 0.2.
     """
 
     device_budget: int | None = None
@@ -137,14 +138,14 @@ def plan_together(
     folder: str,
     group: dist.ProcessGroup | None,
     machine: Callable[[], Machine],
-    check: Callable[[LoadPlan], None] = lambda plan: None,
-    **choices: Any,
+    decide: Callable[[list[FileHeader], dict[str, str] | None, Machine], LoadPlan],
 ) -> LoadPlan:
     """Read the headers and make one plan that all ranks of ``group`` follow.
 
     ``folder`` holds the index and may lie elsewhere on another node. ``machine`` tells
-    what this rank allows, ``check`` raises if it must not follow the plan, ``choices``
-    go to ``make_plan``. What fails on one rank fails on all.
+    what this rank allows. ``decide`` makes the plan from the headers, the index and
+    what all ranks allow, and raises if this one must not follow it. What fails on one
+    rank fails on all.
 
     Raises:
         LoadPlanError: a rank failed, or the ranks see different checkpoints.
@@ -156,56 +157,47 @@ def plan_together(
     def look() -> tuple[str, Machine, dict[str, bool]]:
         headers.extend(read_headers(paths))
         index.append(read_index(folder))
-        media = {_relative(h.path, folder): h.in_memory for h in headers}
+        media = {os.path.relpath(h.path, folder): h.in_memory for h in headers}
         return node, machine(), media
 
     seen = together(group, "the headers", look)
-    share_node(sum(other == node for other, _, _ in seen))
     budgets = [m.device_budget for _, m, _ in seen if m.device_budget is not None]
+    allowed = Machine(
+        device_budget=min(budgets, default=None),
+        old_reader=any(m.old_reader for _, m, _ in seen),
+    )
     media = [in_memory for _, _, in_memory in seen]
     plans: list[LoadPlan] = []
 
-    def decide() -> dict[str, str]:
-        plan = make_plan(
-            [_reduced(header, folder=folder, media=media) for header in headers],
-            weight_map=index[0],
-            device_budget=min(budgets, default=None),
-            old_reader=any(m.old_reader for _, m, _ in seen),
-            stream=stream_reader() == "instanttensor",
-            **choices,
+    def make() -> dict[str, str]:
+        reduced = [_reduced(header, folder, media) for header in headers]
+        plans.append(decide(reduced, index[0], allowed))
+        digests = file_digests(plans[0])
+        return {os.path.relpath(path, folder): text for path, text in digests.items()}
+
+    _compare(together(group, "the plan", make))
+    node_ranks = sum(other == node for other, _, _ in seen)
+    return dataclasses.replace(plans[0], node_ranks=node_ranks)
+
+
+def file_digests(plan: LoadPlan) -> dict[str, str]:
+    """By path, a digest of size, header and routes: equal on ranks that agree."""
+    texts: dict[str, list[str]] = {}
+    for file, tensor, route, _ in plan.entries:
+        texts.setdefault(file.path, [str(file.size)]).append(
+            f"{tensor.name} {tensor.dtype} {tensor.shape} {tensor.begin} {route.value}"
         )
-        check(plan)
-        plans.append(plan)
-        digests = plan.file_digests()
-        return {_relative(path, folder): text for path, text in digests.items()}
-
-    _compare(together(group, "the plan", decide))
-    return plans[0]
-
-
-def stream_reader() -> str:
-    """Who reads whole files: "instanttensor", or "read", by LOADPLAN_STREAM_READER.
-
-    Raises:
-        LoadPlanError: the variable names no reader.
-    """
-    reader = os.environ.get("LOADPLAN_STREAM_READER", "instanttensor")
-    if reader not in ("instanttensor", "read"):
-        raise LoadPlanError(
-            f"LOADPLAN_STREAM_READER is {reader!r}, expected 'instanttensor' or 'read'"
-        )
-    return reader
-
-
-def _relative(path: str, folder: str) -> str:
-    return os.path.relpath(path, folder)
+    return {
+        path: hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        for path, lines in texts.items()
+    }
 
 
 def _reduced(
-    header: FileHeader, *, folder: str, media: Sequence[dict[str, bool]]
+    header: FileHeader, folder: str, media: Sequence[dict[str, bool]]
 ) -> FileHeader:
     """``header`` with the medium on which all ranks have it, None if they differ."""
-    name = _relative(header.path, folder)
+    name = os.path.relpath(header.path, folder)
     found = {in_memory[name] for in_memory in media if name in in_memory}
     if found == {header.in_memory}:
         return header

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import functools
 import mmap
 import os
+import resource
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from .header import LoadPlanError, TensorHeader, is_in_memory
+from .header import (
+    FileHeader,
+    LoadPlanError,
+    ShortFileError,
+    TensorHeader,
+    is_in_memory,
+)
 from .plan import PlannedTensor
 
 # Linux; Python's mmap names it since 3.13.
@@ -27,16 +35,23 @@ _FEWEST_THREADS = 4
 _DISK_CHUNK_BYTES = 64 << 20
 
 
-class ShortFileError(LoadPlanError, EOFError):
-    """A file ended before the bytes that its header promises."""
-
-
 class OpenFile:
-    """A file descriptor shared by a file's readers, closed with the last of them."""
+    """A file descriptor shared by a file's readers, closed with the last of them.
 
-    def __init__(self, path: str):
-        self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    A copy is the same object, so that a descriptor has one owner; one that is pickled
+    opens the file again. ``threads`` is how many read it at once, None for as many as
+    this process may have alone.
+    """
+
+    def __init__(self, header: FileHeader, threads: int | None = None):
+        self.path = header.path
+        self.threads = threads or reader_threads()
+        self._header = header
+        try:
+            self._fd = os.open(header.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _told(error, header.path) from error
+        header.check_unchanged(os.fstat(self._fd))
 
     def __del__(self) -> None:
         # Weight loaders may outlive the iterator that opened the file, so that the
@@ -45,9 +60,20 @@ class OpenFile:
         if fd >= 0:
             os.close(fd)
 
+    def __copy__(self) -> OpenFile:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> OpenFile:
+        return self
+
+    def __reduce__(self) -> tuple[type[OpenFile], tuple[FileHeader, int]]:
+        return OpenFile, (self._header, self.threads)
+
     @functools.cached_property
     def in_memory(self) -> bool:
         """Whether the file lies on tmpfs or ramfs."""
+        if self._header.in_memory is not None:
+            return self._header.in_memory
         # By the descriptor: the name may be gone by now.
         return is_in_memory(f"/proc/self/fd/{self._fd}")
 
@@ -77,29 +103,38 @@ class OpenFile:
         # Private and writable counts against the memory that may be promised, unless
         # nothing is reserved for it.
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", _MAP_NORESERVE)
-        return mmap.mmap(self._fd, 0, flags=flags)
+        try:
+            return mmap.mmap(self._fd, 0, flags=flags)
+        except OSError as error:
+            raise _told(error, self.path) from error
 
     def drop_cached(self, offset: int, nbytes: int) -> None:
         """Give the page cache of a range back to the system."""
         os.posix_fadvise(self._fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
-_ranks_on_node = 1
+def _told(error: OSError, path: str) -> Exception:
+    """``error`` with the way out, where this process may open no more files."""
+    if error.errno != errno.EMFILE:
+        return error
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return LoadPlanError(
+        f"{path}: cannot be opened, {limit} files are open already, expected room for "
+        "one a file with tensors that stay on the host; raise it by 'ulimit -n'"
+    )
 
 
-def share_node(ranks: int) -> None:
-    """Tell how many ranks of this node read at once, before the first read."""
-    global _ranks_on_node
-    _ranks_on_node = ranks
+def reader_threads(node_ranks: int = 1) -> int:
+    """How many threads of this rank read, beside ``node_ranks`` - 1 others."""
+    cpus = len(os.sched_getaffinity(0))
+    if cpus == os.cpu_count():  # A rank that is bound to cores has them for itself.
+        cpus //= node_ranks
+    return max(_FEWEST_THREADS, min(cpus, _MAX_THREADS))
 
 
 @functools.cache
-def reader_pool() -> concurrent.futures.ThreadPoolExecutor:
-    """The one pool of this process in which files are read."""
-    cpus = len(os.sched_getaffinity(0))
-    if cpus == os.cpu_count():  # A rank that is bound to cores has them for itself.
-        cpus //= _ranks_on_node
-    threads = max(_FEWEST_THREADS, min(cpus, _MAX_THREADS))
+def reader_pool(threads: int) -> concurrent.futures.ThreadPoolExecutor:
+    """The pool of this process in which ``threads`` read files."""
     return concurrent.futures.ThreadPoolExecutor(threads, "loadplan-read")
 
 
@@ -128,7 +163,9 @@ def _read_in_pool(file: OpenFile, buffer: memoryview, offset: int) -> None:
         return
     chunk = _CHUNK_BYTES if file.in_memory else _DISK_CHUNK_BYTES
     settle(
-        reader_pool().submit(file.read_into, buffer[at : at + chunk], offset + at)
+        reader_pool(file.threads).submit(
+            file.read_into, buffer[at : at + chunk], offset + at
+        )
         for at in range(0, len(buffer), chunk)
     )
 
@@ -196,6 +233,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def host_tensors(
     entries: Iterable[PlannedTensor],
     copied: Callable[[str], bool] = lambda name: False,
+    *,
+    threads: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor as a CPU tensor over the mapped file; no payload is read.
 
@@ -211,7 +250,7 @@ def host_tensors(
     for entry in entries:
         header = entry.tensor
         if file is None or file.path != entry.file.path:
-            file, mapped = OpenFile(entry.file.path), None
+            file, mapped = OpenFile(entry.file, threads), None
         if not header.nbytes or copied(header.name):
             raw = torch.empty(header.nbytes, dtype=torch.uint8, device="cpu")
             _read_in_pool(file, bytes_of(raw), header.begin)

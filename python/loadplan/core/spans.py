@@ -12,18 +12,20 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
+from .header import FileHeader, LoadPlanError
 from .plan import PlannedTensor
-from .read import OpenFile, bytes_of, reader_pool
+from .read import OpenFile, bytes_of, reader_pool, reader_threads
 
 logger = logging.getLogger(__name__)
 
 # Pinned memory is pieces in flight times their size: 128 MiB.
-_PIECE_BYTES = 8 << 20
-_PIECES_IN_FLIGHT = 16
+PIECE_BYTES = 8 << 20
+PIECES_IN_FLIGHT = 16
 _SPAN_BYTES = 32 << 20
 
 # Reading a small gap costs less than a second read, up to a share of what is wanted.
@@ -41,10 +43,10 @@ _ALIGNMENT = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Read:
+class Extent:
     """``nbytes`` of a file at ``offset``, which go to ``begin`` in the span."""
 
-    path: str
+    file: FileHeader
     offset: int
     begin: int
     nbytes: int
@@ -59,7 +61,7 @@ class Span:
     """Device memory for tensors that are read together; sizes in bytes."""
 
     nbytes: int = 0
-    reads: list[Read] = dataclasses.field(default_factory=list)
+    reads: list[Extent] = dataclasses.field(default_factory=list)
     tensors: list[tuple[PlannedTensor, int]] = dataclasses.field(default_factory=list)
 
 
@@ -73,12 +75,12 @@ def make_spans(entries: Iterable[PlannedTensor]) -> list[Span]:
         if full or files > _FILES_PER_SPAN:
             spans.append(span)
             span, files = Span(), 0
-        if not span.reads or span.reads[-1].path != path:
+        if not span.reads or span.reads[-1].file.path != path:
             files += 1
         wanted += tensor.nbytes
         last = span.reads[-1] if span.reads else None
         gap = -1
-        if last is not None and last.path == path:
+        if last is not None and last.file.path == path:
             gap = tensor.begin - (last.offset + last.nbytes)
         if not tensor.nbytes:
             begin = span.nbytes
@@ -89,7 +91,7 @@ def make_spans(entries: Iterable[PlannedTensor]) -> list[Span]:
             span.reads[-1] = dataclasses.replace(last, nbytes=longer)
         else:
             begin = -(-span.nbytes // _ALIGNMENT) * _ALIGNMENT
-            span.reads.append(Read(path, tensor.begin, begin, tensor.nbytes))
+            span.reads.append(Extent(entry.file, tensor.begin, begin, tensor.nbytes))
         span.tensors.append((entry, begin))
         span.nbytes = begin + tensor.nbytes
     return [*spans, span] if span.tensors else spans
@@ -110,7 +112,7 @@ class Piece:
     span: Span
     start: int
     stop: int
-    reads: tuple[Read, ...]
+    reads: tuple[Extent, ...]
 
 
 def make_pieces(spans: Iterable[Span]) -> Iterator[Piece]:
@@ -118,24 +120,26 @@ def make_pieces(spans: Iterable[Span]) -> Iterator[Piece]:
     for span in spans:
         remaining = collections.deque(span.reads)
         # A span of zero-byte tensors has one piece, which reads nothing.
-        for start in range(0, max(span.nbytes, 1), _PIECE_BYTES):
-            stop = min(start + _PIECE_BYTES, span.nbytes)
+        for start in range(0, max(span.nbytes, 1), PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, span.nbytes)
             reads = []
             while remaining and remaining[0].begin < stop:
                 read = remaining.popleft()
                 head = min(read.end, stop) - read.begin
                 reads.append(dataclasses.replace(read, nbytes=head))
                 if read.end > stop:
-                    rest = Read(read.path, read.offset + head, stop, read.nbytes - head)
+                    rest = Extent(
+                        read.file, read.offset + head, stop, read.nbytes - head
+                    )
                     remaining.appendleft(rest)
             yield Piece(span, start, stop, tuple(reads))
 
 
-def fill_spans(spans: list[Span], device: torch.device) -> FilledSpans:
+def fill_spans(spans: list[Span], device: torch.device, threads: int) -> FilledSpans:
     """Yield each span with its memory, filled and safe on the current stream."""
     copier = Copier(device)
     memory = None
-    with contextlib.closing(read_ahead(make_pieces(spans), copier)) as ready:
+    with contextlib.closing(read_ahead(make_pieces(spans), copier, threads)) as ready:
         for piece, buffer in ready:
             if piece.start == 0:
                 memory = copier.allocate(piece.span.nbytes)
@@ -147,13 +151,14 @@ def fill_spans(spans: list[Span], device: torch.device) -> FilledSpans:
 
 
 def read_ahead(
-    pieces: Iterator[Piece], copier: Copier
+    pieces: Iterator[Piece], copier: Copier, threads: int | None
 ) -> Iterator[tuple[Piece, torch.Tensor]]:
     """Yield each piece with the buffer that holds it, while the next are being read.
 
     The buffer goes back by ``copier.copy``, before the next piece is asked for.
     """
     in_flight: collections.deque = collections.deque()
+    pool = reader_pool(threads or reader_threads())
     file = None
 
     def submit() -> bool:
@@ -163,16 +168,16 @@ def read_ahead(
             return False
         files = []
         for read in piece.reads:
-            if file is None or file.path != read.path:
-                file = OpenFile(read.path)
+            if file is None or file.path != read.file.path:
+                file = OpenFile(read.file, threads)
             files.append(file)
         buffer = copier.take_buffer()
-        future = reader_pool().submit(_read_piece, piece, files, bytes_of(buffer))
+        future = pool.submit(_read_piece, piece, files, bytes_of(buffer))
         in_flight.append((piece, buffer, future))
         return True
 
     try:
-        while len(in_flight) < _PIECES_IN_FLIGHT and submit():
+        while len(in_flight) < PIECES_IN_FLIGHT and submit():
             pass
         while in_flight:
             piece, buffer, future = in_flight.popleft()
@@ -189,6 +194,25 @@ def _read_piece(piece: Piece, files: list[OpenFile], buffer: memoryview) -> None
     for file, read in zip(files, piece.reads, strict=True):
         begin = read.begin - piece.start
         file.read_into(buffer[begin : begin + read.nbytes], read.offset)
+
+
+def stream_reader() -> str:
+    """Who reads whole files: "instanttensor", or "read", by LOADPLAN_STREAM_READER.
+
+    Raises:
+        LoadPlanError: the variable names no reader.
+    """
+    reader = os.environ.get("LOADPLAN_STREAM_READER", "instanttensor")
+    if reader not in ("instanttensor", "read"):
+        raise LoadPlanError(
+            f"LOADPLAN_STREAM_READER is {reader!r}, expected 'instanttensor' or 'read'"
+        )
+    return reader
+
+
+def all_read(files: Iterable[FileHeader]) -> dict[str, str]:
+    """READ for every file, as its obstacle by path."""
+    return {file.path: "LOADPLAN_STREAM_READER=read" for file in files}
 
 
 class Copier:
@@ -220,7 +244,7 @@ class Copier:
 
     def take_buffer(self) -> torch.Tensor:
         """A host buffer that nothing reads any more."""
-        if not self._free and self._made < _PIECES_IN_FLIGHT:
+        if not self._free and self._made < PIECES_IN_FLIGHT:
             self._made += 1
             return self._make_buffer()
         if not self._free:
@@ -233,13 +257,13 @@ class Copier:
         options = {"dtype": torch.uint8, "device": "cpu"}
         if self._pinned:
             try:
-                return torch.empty(_PIECE_BYTES, pin_memory=True, **options)
+                return torch.empty(PIECE_BYTES, pin_memory=True, **options)
             except RuntimeError as error:  # A limit of locked memory.
                 logger.warning(
                     "Copies will be slower, without pinned memory: %s", error
                 )
                 self._pinned = False
-        return torch.empty(_PIECE_BYTES, **options)
+        return torch.empty(PIECE_BYTES, **options)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         with self.on_stream():
@@ -273,7 +297,9 @@ class Copier:
 def read_tensors(
     entries: Iterable[PlannedTensor],
     device: torch.device,
-    fill: Callable[[list[Span], torch.device], FilledSpans] = fill_spans,
+    fill: Callable[[list[Span], torch.device, int | None], FilledSpans] = fill_spans,
+    *,
+    threads: int | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor on ``device``, bit for bit what official safetensors loads.
 
@@ -281,7 +307,7 @@ def read_tensors(
     consumer's and ready on its current stream.
     """
     spans = make_spans(entries)
-    with contextlib.closing(fill(spans, device)) as filled:
+    with contextlib.closing(fill(spans, device, threads)) as filled:
         for span, memory in filled:
             for entry, begin in span.tensors:
                 tensor = entry.tensor

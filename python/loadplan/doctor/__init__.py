@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loadplan.checkpoint.files import read_checkpoint
-from loadplan.doctor import gpu, memory, storage
+from loadplan.doctor import gpu, host, storage
 from loadplan.doctor.finding import Finding, Need, Verdict
-from loadplan.inspection.loads import Machine, inspect
+from loadplan.inspection.loads import Hardware, inspect
 
 __all__ = ["Finding", "Need", "Verdict", "examine", "need_of"]
 
 
 def examine(need: Need) -> list[Finding]:
     """Run every probe, in the order in which a load meets what they try."""
-    return [*gpu.probe(need), *storage.probe(need), *memory.probe(need)]
+    return [*gpu.probe(need), *storage.probe(need), *host.probe(need)]
 
 
 def need_of(
     paths: Sequence[Path],
     *,
-    machine: Machine,
+    machine: Hardware,
     engram_config: str,
     draft: str | None,
     pin: int,

@@ -34,6 +34,15 @@ class Patch:
     hunks: dict[str, tuple[Hunk, ...]]
 
     @property
+    def title(self) -> str:
+        return self.name.removesuffix(".patch")
+
+    @property
+    def tests(self) -> list[str]:
+        """Its test files: those that go upstream with it, and the proofs that stay."""
+        return [*self.trailers("Tests"), *self.trailers("Proofs")]
+
+    @property
     def author(self) -> str:
         (author,) = self.trailers("From")
         return author
@@ -59,6 +68,7 @@ def series_names(folder: Path) -> list[str]:
 def read_patch(path: Path) -> Patch:
     """Parse a unified diff with a mail header, as ``git diff`` writes it."""
     header, mark, diff = path.read_text(encoding="utf-8").partition("\ndiff --git ")
+    header = header.rstrip("\n") + "\n"
     diff = mark.lstrip("\n") + diff
     hunks: dict[str, list[Hunk]] = {}
     file = ""

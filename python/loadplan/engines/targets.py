@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import urllib.parse
 from importlib import metadata
@@ -89,11 +90,19 @@ class Target:
     def upstream(self, path: str) -> str:
         return self.prefix + path
 
+    @property
+    def layers(self) -> dict[str, tuple[str, ...]]:
+        """By patch, the core modules that it is the first to need."""
+        with open(_PACKAGE / "core" / "LAYERS.toml", "rb") as file:
+            table = tomllib.load(file)
+        return {patch: tuple(names) for patch, names in table[self.name].items()}
+
     def new_files(self) -> dict[str, bytes]:
         """Path to content of the files that the engine does not have: glue and core."""
+        modules = ["__init__", *itertools.chain.from_iterable(self.layers.values())]
         sources = {
-            f"{self.core_folder}/{path.name}": path
-            for path in (_PACKAGE / "core").glob("*.py")
+            f"{self.core_folder}/{name}.py": _PACKAGE / "core" / f"{name}.py"
+            for name in modules
         }
         glue = data_folder() / "python"
         for path in (glue / self.package).rglob("*.py"):

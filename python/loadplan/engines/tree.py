@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import os
 import stat
@@ -19,6 +20,16 @@ from pathlib import Path, PurePosixPath
 from loadplan.errors import EngineError
 
 _TEMPORARY = ".loadplan-"
+
+# What chown(2) says where owners cannot be given: to others than root, for an owner
+# that a rootless container's user namespace does not map, on file systems without.
+_NOT_GIVEN = (
+    errno.EPERM,
+    errno.EACCES,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -186,14 +197,21 @@ def _stage(path: Path, content: bytes) -> str:
 
 
 def _give(place: Path | int, like: os.stat_result) -> None:
-    """Let root's files belong to whom the tree belongs; never through a link."""
+    """Let root's files belong to whom the tree belongs; never through a link.
+
+    Where that cannot be they stay the writer's, who can read them as well.
+    """
     own = os.stat(place)
-    if (own.st_uid, own.st_gid) != (like.st_uid, like.st_gid):
-        with contextlib.suppress(PermissionError):
-            if isinstance(place, int):
-                os.fchown(place, like.st_uid, like.st_gid)
-            else:
-                os.chown(place, like.st_uid, like.st_gid, follow_symlinks=False)
+    if (own.st_uid, own.st_gid) == (like.st_uid, like.st_gid):
+        return
+    try:
+        if isinstance(place, int):
+            os.fchown(place, like.st_uid, like.st_gid)
+        else:
+            os.chown(place, like.st_uid, like.st_gid, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NOT_GIVEN:
+            raise
 
 
 def _put(path: Path, staged: str | None) -> None:

@@ -1,7 +1,7 @@
 """What a load will do, from the headers alone: no payload, no engine, no GPU.
 
 The routes are those of the same plan that a patched engine makes. Memory is an
-estimate, see ``memory``; stock is the unpatched engine, which streams whole files.
+estimate, see ``estimates``; stock is the unpatched engine, which streams whole files.
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ from loadplan.checkpoint.estimates import Memory
 from loadplan.checkpoint.files import Checkpoint, read_checkpoint
 from loadplan.checkpoint.oddities import Oddity
 from loadplan.checkpoint.placement import Placement, parse_placement
-from loadplan.core import (
-    FileHeader,
-    LoadPlan,
-    LoadPlanError,
-    PlannedTensor,
-    RouteTotal,
-    make_plan,
-)
-from loadplan.core.ranks import stream_reader
+from loadplan.core import ranks
+from loadplan.core.header import FileHeader, LoadPlanError
+from loadplan.core.loading import decide_routes
+from loadplan.core.plan import LoadPlan, PlannedTensor, RouteTotal
 
 _LARGEST = 5
 
@@ -35,7 +30,7 @@ DRAFTS = {
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Hardware:
     """What a checkpoint will be loaded on: GPUs in one group, memory in bytes of each.
 
     None for a memory means that nobody said.
@@ -97,7 +92,7 @@ class Inspection:
     tensors: int
     nbytes: int
     indexed: bool
-    machine: Machine
+    machine: Hardware
     placement: Placement
     draft: str | None
     loads: tuple[Load, ...]
@@ -119,7 +114,7 @@ class Inspection:
 def inspect(
     paths: Sequence[Path],
     *,
-    machine: Machine,
+    machine: Hardware,
     engram_config: str,
     draft: str | None = None,
 ) -> Inspection:
@@ -160,7 +155,7 @@ class _Loads:
     """Makes the plans of one checkpoint on one machine, and what they take."""
 
     def __init__(
-        self, checkpoint: Checkpoint, *, machine: Machine, placement: Placement
+        self, checkpoint: Checkpoint, *, machine: Hardware, placement: Placement
     ) -> None:
         self._checkpoint = checkpoint
         self._machine = machine
@@ -214,20 +209,20 @@ class _Loads:
                     tables.append(tensor)
                 elif lives(tensor.name):
                     weights += estimates.share(tensor, machine.tp)
-        plan = make_plan(
+        budget = estimates.budget(machine.gpu_memory, weights)
+        plan = decide_routes(
             headers,
-            weight_map=self._checkpoint.weight_map,
+            self._checkpoint.weight_map,
+            ranks.Machine(device_budget=budget),
             host_resident_weight_patterns=placement.host_resident_weight_patterns,
             wanted_weight=wanted_weight,
-            device_budget=estimates.budget(machine.gpu_memory, weights),
-            stream=stream_reader() == "instanttensor",
         )
         gpu = {"weights": weights, "limit": machine.gpu_memory}
         host = {
             "table_share": placement.host_share(machine.nodes),
             "limit": machine.host_memory,
         }
-        ranks = machine.tp // machine.nodes
+        buffers = machine.tp // machine.nodes * estimates.read_buffers(plan)
         return plan, Load(
             what=what,
             routes={route.value: total for route, total in plan.totals().items()},
@@ -235,9 +230,7 @@ class _Loads:
             stock_gpu=estimates.stock_gpu(headers, **gpu),
             plan_gpu=estimates.plan_gpu(plan, tp=machine.tp, **gpu),
             stock_host=estimates.host(tables, buffers=0, **host),
-            plan_host=estimates.host(
-                tables, buffers=ranks * estimates.read_buffers(plan), **host
-            ),
+            plan_host=estimates.host(tables, buffers=buffers, **host),
         )
 
 

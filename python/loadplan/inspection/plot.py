@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loadplan.checkpoint.estimates import ARRIVING, BUFFERS, RING, TABLES, WEIGHTS
-from loadplan.core import LoadPlanError
+from loadplan.core.header import LoadPlanError
 from loadplan.units import gib
 
 if TYPE_CHECKING:

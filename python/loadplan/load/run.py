@@ -11,71 +11,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import importlib
-import json
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
 
-from loadplan.core import LoadPlan, LoadPlanError, PlannedTensor, Route, TensorHeader
-from loadplan.load.digests import PIECE, Digests
+from loadplan.core.plan import LoadPlan
+from loadplan.load.digests import Digests
+from loadplan.load.engine import Engine
+from loadplan.load.expected import expected_digests, wanted_entries
 from loadplan.load.peaks import Peaks, Watch
-from loadplan.synth import recipes
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RouteReport:
-    """What one route moved; ``seconds`` is the time its tensors took to arrive."""
-
-    files: int
-    tensors: int
-    nbytes: int
-    seconds: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DefaultReport:
-    """The same load through the engine's default loader, tensors to the GPU included.
-
-    ``seconds`` and ``peaks`` are of a load that checks nothing, ``loadplan_seconds`` of
-    one like it through loadplan. ``same`` tells whether every byte is the same.
-    """
-
-    seconds: float
-    peaks: Peaks
-    same: bool
-    loadplan_seconds: float
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class LoadReport:
-    """The result of a load. ``stock_device_bytes`` is what whole files would put there.
-
-    ``loading_seconds`` is the time until the last tensor had arrived, without checking;
-    ``seconds`` is with it. ``table_bytes`` were in host memory before. ``digest`` is
-    over every tensor that arrived, ``wrong`` names those whose bytes differ from
-    ``reference``, those missing, those that nobody expected, and files of a synthetic
-    checkpoint whose header or text is not what was written.
-    """
-
-    engine: str
-    reader: str
-    routes: dict[str, RouteReport]
-    stock_device_bytes: int
-    table_bytes: int
-    loading_seconds: float
-    seconds: float
-    peaks: Peaks
-    default: DefaultReport | None
-    digest: str
-    reference: str
-    wrong: tuple[str, ...]
+from loadplan.load.report import DefaultReport, LoadReport, RouteReport
+from loadplan.synth.options import read_options
+from loadplan.synth.writer import damaged_files
 
 
 class Steps(Protocol):
@@ -96,62 +47,8 @@ class _NoSteps:
         pass
 
 
-class Host(Protocol):
-    """A patched engine, open for one load on a single rank."""
-
-    name: str
-
-    def tables(self) -> str:
-        """Where the Engram tables live, as the server logs it."""
-
-    def plan(self) -> LoadPlan:
-        """The plan that the engine's glue makes, without running it."""
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The engine's own iterator over the checkpoint."""
-
-    def default_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same of its default load format."""
-
-    def take(self, name: str, tensor: torch.Tensor) -> bool:
-        """Load ``tensor`` into a table, if it is one; the engine's loader does it."""
-
-    def finish(self) -> dict[str, torch.Tensor]:
-        """End the load as the engine does; the tables by checkpoint name."""
-
-
-# Each has a function open_host, a context that yields a Host.
-HOSTS = {"sglang": "sglang", "tokenspeed": "tokenspeed"}
-
-
-@contextlib.contextmanager
-def open_engine(
-    name: str, checkpoint: Path, *, engram_config: str | None
-) -> Iterator[Host]:
-    """The patched engine called ``name`` from ``sys.path``.
-
-    Raises:
-        LoadPlanError: its loader cannot be run here.
-    """
-    if name not in HOSTS:
-        raise LoadPlanError(
-            f"'loadplan load' cannot run {name!r}, expected one of {sorted(HOSTS)}"
-        )
-    with warnings.catch_warnings():
-        # Modules that are imported along the way tell what they miss for serving.
-        warnings.simplefilter("ignore", UserWarning)
-        module = importlib.import_module(f".{HOSTS[name]}", __package__)
-        with module.open_host(checkpoint, engram_config=engram_config) as host:
-            yield host
-
-
-def wanted_entries(plan: LoadPlan) -> list[PlannedTensor]:
-    """What the model gets. The plan's routes are the engine's copy of ours."""
-    return [entry for entry in plan.entries if entry.route.value != Route.SKIP.value]
-
-
 def run_load(
-    engine: Host,
+    engine: Engine,
     plan: LoadPlan,
     checkpoint: Path,
     *,
@@ -190,15 +87,15 @@ def run_load(
     seconds = time.perf_counter() - started
     digests = arrival.digests
     steps.begin("checking", nbytes)
-    expected, reference = _expected_digests(checkpoint, plan, steps)
+    expected, reference = expected_digests(checkpoint, plan, steps.done)
     wrong = sorted(
         name
         for name in digests.keys() | expected.keys()
         if digests.get(name) != expected.get(name)
     )
-    options = recipes.read_options(checkpoint)
+    options = read_options(checkpoint)
     if options is not None:
-        wrong += recipes.damaged_files(checkpoint, options)
+        wrong += damaged_files(checkpoint, options)
     default = None
     if compare:
         _drop_cached(plan)
@@ -259,7 +156,7 @@ class _Arrival:
 
 
 def _take_all(
-    engine: Host,
+    engine: Engine,
     weights: Iterator[tuple[str, torch.Tensor]],
     *,
     steps: Steps,
@@ -298,7 +195,7 @@ def _take_all(
 
 
 def _time_load(
-    engine: Host, weights: Iterator[tuple[str, torch.Tensor]], steps: Steps
+    engine: Engine, weights: Iterator[tuple[str, torch.Tensor]], steps: Steps
 ) -> tuple[float, Peaks]:
     """Seconds and peak memory until every weight is where it lives."""
     on_gpu = torch.cuda.is_available()
@@ -325,60 +222,3 @@ def _drop_cached(plan: LoadPlan) -> None:
     for path in {entry.file.path for entry in plan.entries}:
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _expected_digests(
-    checkpoint: Path, plan: LoadPlan, steps: Steps
-) -> tuple[dict[str, str], str]:
-    """What each tensor's digest must be, and where that knowledge comes from."""
-    sizes = {entry.tensor.name: entry.tensor.nbytes for entry in plan.entries}
-    options = recipes.read_options(checkpoint)
-    reference = "official safetensors"
-    with Digests() as digests:
-        if options is None:
-            _add_official(digests, plan)
-        else:
-            reference = f"the seed {options.seed} of the synthetic checkpoint"
-            for shard in recipes.layout(options):
-                for spec in shard.tensors:
-                    dtype = str(recipes.torch_dtype(spec.dtype))
-                    pieces = _synth_pieces(options.seed, spec)
-                    digests.add_pieces(spec.name, dtype, spec.shape, pieces)
-        return digests.result(lambda name: steps.done(sizes.get(name, 0))), reference
-
-
-def _synth_pieces(seed: int, spec: TensorHeader) -> Iterator[Any]:
-    for begin in range(0, spec.nbytes, PIECE):
-        stop = min(begin + PIECE, spec.nbytes)
-        yield recipes.content(seed, spec.name, begin, stop)
-
-
-def _add_official(digests: Digests, plan: LoadPlan) -> None:
-    paths: dict[str, list[str]] = {}
-    for entry in wanted_entries(plan):
-        paths.setdefault(entry.file.path, []).append(entry.tensor.name)
-    for path, names in paths.items():
-        with safe_open(path, framework="pt") as file:
-            for name in names:
-                digests.add(name, file.get_tensor(name))
-
-
-def check_checkpoint(checkpoint: Path) -> None:
-    """Refuse early what no loader can open.
-
-    Raises:
-        LoadPlanError: not a folder, or no config.json in it that can be read.
-    """
-    config = checkpoint / "config.json"
-    if not config.is_file():
-        raise LoadPlanError(
-            f"{checkpoint}: no config.json, expected a folder with a checkpoint; "
-            "'loadplan synth DIR' makes one"
-        )
-    try:
-        json.loads(config.read_bytes())
-    except ValueError as error:
-        raise LoadPlanError(
-            f"{config}: not JSON ({error}), expected a model's configuration; "
-            "download the file again"
-        ) from error

@@ -1,4 +1,4 @@
-"""The patched SGLang as a host for one load, on a single rank."""
+"""The patched SGLang for one load, on a single rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import tqdm
 
-from loadplan.core import LoadPlan
+from loadplan.core.plan import LoadPlan
 from loadplan.standin.gpu import fake_gpu
 from loadplan.standin.placeholders import kernel_placeholders
 
@@ -24,7 +24,7 @@ class _SilentTqdm(tqdm.tqdm):
 
 
 class Sglang:
-    """The patched SGLang as a host for one load, on a single rank."""
+    """The patched SGLang for one load, on a single rank."""
 
     name = "sglang"
 
@@ -153,7 +153,7 @@ def _tables_model(config: Any) -> torch.nn.Module:
 
 
 @contextlib.contextmanager
-def open_host(checkpoint: Path, *, engram_config: str | None) -> Iterator[Sglang]:
+def open_engine(checkpoint: Path, *, engram_config: str | None) -> Iterator[Sglang]:
     """SGLang from ``sys.path``, on the GPU or on the stub of one."""
     with kernel_placeholders() if torch.cuda.is_available() else fake_gpu():
         yield Sglang(checkpoint, engram_config=engram_config)

@@ -1,4 +1,4 @@
-"""The patched TokenSpeed as a host for one load, on a single rank."""
+"""The patched TokenSpeed for one load, on a single rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from unittest import mock
 import torch
 import tqdm
 
-from loadplan.core import LoadPlan, LoadPlanError
+from loadplan.core.header import LoadPlanError
+from loadplan.core.plan import LoadPlan
 from loadplan.standin.gpu import fake_gpu
 
 _LAYOUTS = {"cpu": "shared", "gpu": "gpu"}
@@ -60,7 +61,7 @@ class Tokenspeed:
         The model rejects its tables and then takes them itself, row by row.
         """
         from tokenspeed.runtime.model_loader.loader import DefaultModelLoader
-        from tokenspeed.runtime.model_loader.loadplan import Route
+        from tokenspeed.runtime.model_loader.loadplan.plan import Route
         from tokenspeed.runtime.model_loader.planned_weights import plan_weights
 
         folder, files, _ = self._loader._prepare_weights(
@@ -78,7 +79,7 @@ class Tokenspeed:
         for entry in plan.entries:
             if entry.tensor.name in self._model.tables:
                 self._dtypes[entry.tensor.name] = entry.tensor.torch_dtype
-                entry = dataclasses.replace(entry, route=route, reason="Engram table")
+                entry = entry._replace(route=route, reason="Engram table")
             entries.append(entry)
         return dataclasses.replace(plan, entries=tuple(entries))
 
@@ -165,7 +166,7 @@ def _tables_model(config: SimpleNamespace, layout: str) -> Any:
 
 
 @contextlib.contextmanager
-def open_host(checkpoint: Path, *, engram_config: str | None) -> Iterator[Tokenspeed]:
+def open_engine(checkpoint: Path, *, engram_config: str | None) -> Iterator[Tokenspeed]:
     """TokenSpeed from ``sys.path``, on the GPU or on the stub of one."""
     # It serves what TokenSpeed's imports ask for and is not installed.
     from loadplan.standin import tokenspeed  # noqa: F401

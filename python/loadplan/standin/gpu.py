@@ -1,7 +1,7 @@
 """A machine without a GPU that looks enough like one to run a whole load.
 
 For `loadplan load` and the tests only. "The device" is a set of CPU storages that a
-`Record` knows: those the InstantTensor stub yields and those READ takes. A tensor
+`Journal` knows: those the InstantTensor stub yields and those READ takes. A tensor
 computed from a placed one is NOT on the device here, a view of it is.
 """
 
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from loadplan.standin import instanttensor
+from loadplan.standin.journal import HostRegistration, Journal
 from loadplan.standin.real_gpu import real_gpu
-from loadplan.standin.records import HostRegistration, Record
 
 DEFAULT_FREE_MEMORY = 80 * 1024**3
 _CUDA_ERROR_MEMORY_ALLOCATION = 2
@@ -29,14 +29,14 @@ _STUB = "instanttensor"
 def make_module(
     version: str = "0.2.2",
     *,
-    record: Record | None = None,
+    journal: Journal | None = None,
     free_memory: int = DEFAULT_FREE_MEMORY,
 ) -> types.ModuleType:
     """Build the InstantTensor stub of one release ("0.2.2" or "0.1.9").
 
     Args:
         version: The release to imitate, faults included.
-        record: Takes calls, names and placed storages; a new one if None.
+        journal: Takes calls, names and placed storages; a new one if None.
         free_memory: Free memory of the pretended device, in bytes.
 
     Raises:
@@ -44,7 +44,7 @@ def make_module(
     """
     return instanttensor.make_module(
         version,
-        record=Record() if record is None else record,
+        journal=Journal() if journal is None else journal,
         free_memory=free_memory,
     )
 
@@ -56,15 +56,15 @@ def fake_gpu(
     version: str = "0.2.2",
     free_memory: int = DEFAULT_FREE_MEMORY,
     host_register_limit: int | None = None,
-    record: Record | None = None,
-) -> Iterator[Record]:
+    journal: Journal | None = None,
+) -> Iterator[Journal]:
     """Pretend for a `with` block that CUDA device 0 and InstantTensor are here.
 
     Replaced and put back: `sys.modules["instanttensor"]`, `torch.cuda.current_device`,
     `torch.cuda.cudart` and `torch.cuda.mem_get_info`, READ's `device_buffer`; where
     the engine can be imported also its platform's device and what else it asks of one.
     Whatever code is imported inside the block stays imported. LOADPLAN_TEST_GPU=real
-    in the environment replaces nothing: the real ones are recorded.
+    in the environment replaces nothing: the real ones are noted.
 
     Args:
         engine: The engine whose loader will run, "sglang", "tokenspeed" or "vllm".
@@ -72,10 +72,10 @@ def fake_gpu(
         free_memory: Free memory of the pretended device, in bytes.
         host_register_limit: Registrations of more bytes fail, as under a locked-memory
             limit; None lets all succeed.
-        record: Record to continue; a new one if None.
+        journal: Journal to continue; a new one if None.
 
     Yields:
-        The record.
+        The journal.
     """
     if os.environ.get("LOADPLAN_TEST_GPU") == "real":
         pretended = {
@@ -87,29 +87,26 @@ def fake_gpu(
             )
             if value != default
         }
-        with real_gpu(record, **pretended) as record:
-            yield record
+        with real_gpu(journal, **pretended) as journal:
+            yield journal
         return
-    record = Record() if record is None else record
-    stub = make_module(version, record=record, free_memory=free_memory)
+    journal = Journal() if journal is None else journal
+    stub = make_module(version, journal=journal, free_memory=free_memory)
 
-    def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-        return record.place(torch.empty(nbytes, dtype=torch.uint8))
-
-    cudart = _Cudart(record, host_register_limit)
+    cudart = _Cudart(journal, host_register_limit)
     # Imported before anything is patched: an import must not see a half-made GPU.
     patches = [
         (torch.cuda, "current_device", lambda: 0),
         (torch.cuda, "cudart", lambda: cudart),
         (torch.cuda, "mem_get_info", lambda device=None: (free_memory, free_memory)),
-        *((spans, "device_buffer", device_buffer) for spans in _read_modules(engine)),
+        *_core_patches(engine, journal),
         *_ENGINE_PATCHES.get(engine, list)(),
     ]
     with contextlib.ExitStack() as stack:
         stack.enter_context(_loaded(_STUB, stub))
         for owner, name, value in patches:
             stack.enter_context(_attribute(owner, name, value))
-        yield record
+        yield journal
 
 
 class _CudaError(int):
@@ -123,14 +120,14 @@ class _CudaError(int):
 class _Cudart:
     """The part of `torch.cuda.cudart()` that pins memory which is already mapped."""
 
-    def __init__(self, record: Record, limit: int | None) -> None:
-        self._record = record
+    def __init__(self, journal: Journal, limit: int | None) -> None:
+        self._journal = journal
         self._limit = limit
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> _CudaError:
         fails = self._limit is not None and nbytes > self._limit
         error = _CudaError(_CUDA_ERROR_MEMORY_ALLOCATION if fails else 0)
-        self._record.host_registrations.append(
+        self._journal.host_registrations.append(
             HostRegistration(address, nbytes, flags, error)
         )
         return error
@@ -144,10 +141,24 @@ _CORES = {
 }
 
 
-def _read_modules(engine: str) -> list[types.ModuleType]:
-    """READ twice: the library's, and the copy in an engine that is patched."""
-    names = ["loadplan.core.spans", f"{_CORES[engine]}.spans"]
-    return [module for name in names if (module := _module(name)) is not None]
+def _core_patches(engine: str, journal: Journal) -> Iterator[tuple[Any, str, Any]]:
+    """All that READ takes of a device: in the library, and in a patched engine."""
+
+    def device_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
+        return journal.place(torch.empty(nbytes, dtype=torch.uint8))
+
+    def put_on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return journal.place(tensor.clone())
+
+    for core in ("loadplan.core", _CORES[engine]):
+        for name, value in (
+            ("spans.device_buffer", device_buffer),
+            ("stream.put_on_device", put_on_device),
+        ):
+            layer, _, function = name.partition(".")
+            module = _module(f"{core}.{layer}")
+            if module is not None:
+                yield module, function, value
 
 
 def _sglang_patches() -> list[tuple[Any, str, Any]]:

@@ -1,60 +1,63 @@
-"""The record of a load on the real InstantTensor and the real GPU, for the same tests.
+"""The journal of a load on the real InstantTensor and the real GPU, for the same tests.
 
 What a test pretends of a machine (its free memory, a release, a refused registration)
-cannot be had here; such a test is skipped and says so.
+cannot be had here: CannotPretend, for which a test is skipped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import unittest
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 
-from loadplan.standin.records import HostRegistration, Record
+from loadplan.standin.journal import HostRegistration, Journal
 
 
-class RealRecord(Record):
-    """A record that asks the tensor itself where it is."""
+class CannotPretend(RuntimeError):
+    """A test asks of the real machine to be another one."""
+
+
+class RealJournal(Journal):
+    """A journal that asks the tensor itself where it is."""
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
 
 @contextlib.contextmanager
-def real_gpu(record: Record | None = None, **pretended: Any) -> Iterator[Record]:
-    """Record calls of the real library for a `with` block.
+def real_gpu(journal: Journal | None = None, **pretended: Any) -> Iterator[Journal]:
+    """Note the calls of the real library for a `with` block.
 
     Raises:
-        unittest.SkipTest: something is pretended that differs from this machine.
+        CannotPretend: something is pretended that differs from this machine.
     """
     for name, value in pretended.items():
-        raise unittest.SkipTest(f"on a real GPU {name} cannot be made {value!r}")
+        raise CannotPretend(f"on a real GPU {name} cannot be made {value!r}")
     import instanttensor
 
-    record = RealRecord() if record is None else record
-    cudart = _Cudart(torch.cuda.cudart(), record)
+    journal = RealJournal() if journal is None else journal
+    cudart = _Cudart(torch.cuda.cudart(), journal)
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
-            (instanttensor, "safe_open", _recording(instanttensor.safe_open, record)),
+            (instanttensor, "safe_open", _noting(instanttensor.safe_open, journal)),
             (torch.cuda, "cudart", lambda: cudart),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
-        yield record
+        yield journal
 
 
-def _recording(safe_open: type, record: Record) -> type:
-    class Recording(safe_open):
+def _noting(safe_open: type, journal: Journal) -> type:
+    class Noting(safe_open):
         # Callers read from it what this release can do.
         __signature__ = inspect.signature(safe_open)
 
         def __init__(self, filename, framework, device, process_group=None, **kwargs):
             one = isinstance(filename, str)
-            record.note_call(
+            journal.note_call(
                 files=(filename,) if one else tuple(filename),
                 device=device,
                 process_group=process_group,
@@ -64,16 +67,16 @@ def _recording(safe_open: type, record: Record) -> type:
 
         def tensors(self):
             for name, tensor in super().tensors():
-                record.names.append(name)
+                journal.names.append(name)
                 yield name, tensor
 
-    return Recording
+    return Noting
 
 
 class _Cudart:
-    def __init__(self, cudart: Any, record: Record) -> None:
+    def __init__(self, cudart: Any, journal: Journal) -> None:
         self._cudart = cudart
-        self._record = record
+        self._journal = journal
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cudart, name)
@@ -81,5 +84,5 @@ class _Cudart:
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> Any:
         error = self._cudart.cudaHostRegister(address, nbytes, flags)
         registration = HostRegistration(address, nbytes, flags, int(error))
-        self._record.host_registrations.append(registration)
+        self._journal.host_registrations.append(registration)
         return error

@@ -12,16 +12,10 @@ from files import write_shard
 from gloo_ranks import on_ranks
 from safetensors import safe_open
 
-from loadplan.core import (
-    LoadPlan,
-    Route,
-    broadcast,
-    make_plan,
-    read_header,
-    spans,
-    stream,
-)
-from loadplan.core import run_plan as run_core_plan
+from loadplan.core import broadcast, spans
+from loadplan.core.header import read_header
+from loadplan.core.loading import decide_routes, run_load
+from loadplan.core.plan import LoadPlan, Route
 from loadplan.core.read import OpenFile
 
 CPU = torch.device("cpu")
@@ -40,9 +34,9 @@ TENSORS = [
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spans, pieces and the threshold so small that a test file has many of them."""
-    monkeypatch.setattr(spans, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(spans, "PIECE_BYTES", 64)
     monkeypatch.setattr(spans, "_SPAN_BYTES", 256)
-    monkeypatch.setattr(stream, "_LEAST_SHARED_BYTES", 1)
+    monkeypatch.setattr(broadcast, "LEAST_SHARED_BYTES", 1)
 
 
 @pytest.fixture
@@ -53,7 +47,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def plan(checkpoint: Path) -> LoadPlan:
-    return make_plan([read_header(str(checkpoint))], stream=False)
+    return decide_routes([read_header(str(checkpoint))], reader="read")
 
 
 def raw(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
@@ -62,7 +56,7 @@ def raw(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def load(plan: LoadPlan) -> list[tuple[str, tuple]]:
-    pairs = run_core_plan(
+    pairs = run_load(
         plan,
         stream_files=lambda files: pytest.fail("nothing is streamed"),
         device=CPU,
@@ -109,7 +103,7 @@ def test_ranks_share_the_bytes_and_all_get_every_tensor(
 
 def load_in_own_order(paths: list[Path], rank: int) -> list:
     headers = [read_header(str(path)) for path in paths]
-    return load(make_plan(headers[rank:] + headers[:rank], stream=False))
+    return load(decide_routes(headers[rank:] + headers[:rank], reader="read"))
 
 
 def test_ranks_that_list_the_files_in_another_order_get_the_same(

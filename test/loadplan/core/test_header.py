@@ -10,7 +10,7 @@ import pytest
 from files import content, write_shard
 from safetensors import SafetensorError, safe_open
 
-from loadplan.core import LoadPlanError, read_header, read_headers, read_index
+from loadplan.core.header import LoadPlanError, read_header, read_headers, read_index
 
 TENSORS = [
     ("byte", "I8", (1,)),
@@ -135,10 +135,45 @@ def test_index_that_leaves_the_folder_is_refused(tmp_path: Path, shard: str) -> 
         read_index(str(tmp_path))
 
 
-def test_folder_in_the_place_of_the_index_is_no_index(tmp_path: Path) -> None:
-    """As for the engine; red when it ends the load."""
-    (tmp_path / "model.safetensors.index.json").mkdir()
-    assert read_index(str(tmp_path)) is None
+@pytest.mark.parametrize("shard", ["", ".", "./", "a\0b", "\ud800.safetensors"])
+def test_index_that_names_no_file_is_refused(tmp_path: Path, shard: str) -> None:
+    """Red when its tensors are left out silently, or the error is a raw one."""
+    index = {"weight_map": {"x": shard}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(LoadPlanError, match="names shard .* for tensor 'x'"):
+        read_index(str(tmp_path))
+
+
+@pytest.mark.parametrize("shard", ["./a.safetensors", ".//./a.safetensors"])
+def test_index_may_spell_a_path_in_other_ways(tmp_path: Path, shard: str) -> None:
+    """Red when a shard is not the file that a listing of the folder gives."""
+    index = {"weight_map": {"x": shard}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_index(str(tmp_path)) == {"x": str(tmp_path / "a.safetensors")}
+
+
+@pytest.mark.parametrize("instead", ["folder", "FIFO", "link"])
+def test_what_is_no_file_in_the_place_of_the_index_is_refused(
+    tmp_path: Path, instead: str
+) -> None:
+    """Red when it counts as no index, so that stale copies load, or when it hangs."""
+    path = tmp_path / "model.safetensors.index.json"
+    if instead == "folder":
+        path.mkdir()
+    elif instead == "FIFO":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("blob")
+    with pytest.raises(LoadPlanError, match=f"index.json: a {instead}.*, expected a"):
+        read_index(str(tmp_path))
+
+
+def test_index_that_gives_a_tensor_twice_is_refused(tmp_path: Path) -> None:
+    """Red when the last of two shards wins silently."""
+    text = '{"weight_map": {"x": "a.safetensors", "x": "b.safetensors"}}'
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(LoadPlanError, match="the key 'x' is given twice"):
+        read_index(str(tmp_path))
 
 
 @pytest.mark.parametrize("dangling", [True, False])
@@ -158,13 +193,55 @@ NESTED = "[" * 100_000
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "[]", "{}", '{"weight_map": {"x": 3}}', "null", NESTED]
+    "text",
+    ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"x": 3}}', "null", NESTED],
 )
 def test_index_that_is_none_is_refused_by_name(tmp_path: Path, text: str) -> None:
     """Red when a broken index ends in a bare KeyError."""
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(LoadPlanError, match="model.safetensors.index.json: not an"):
+    with pytest.raises(
+        LoadPlanError, match="index.json: .*, expected a JSON object whose"
+    ):
         read_index(str(tmp_path))
+
+
+PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0",
+            "a git-LFS pointer",
+        ),
+        (b"\n<!DOCTYPE html><html>", "an HTML page"),
+        (b"<?xml version='1.0'?><Error/>", "an XML text"),
+        (b'{"error": "not found"}', "a JSON text"),
+        (b"GGUF\3\0\0\0", "a GGUF file"),
+        (b"PK\3\4\0\0\x08\x08", "a zip archive"),
+        (PICKLE, "a pickle"),
+        (b"", "an empty file"),
+        (bytes(4096), "zero bytes"),
+    ],
+)
+def test_file_of_another_kind_is_told(tmp_path: Path, found: bytes, words: str) -> None:
+    """Red when a pointer or a page in a shard's place is only "header too large"."""
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(found)
+    with pytest.raises(LoadPlanError, match=f"refused by safetensors: it is {words}"):
+        read_header(str(path))
+
+
+@pytest.mark.parametrize("length", [0x7B, 0x3C, 0x8B1F, 0x280])
+def test_damaged_shard_is_not_taken_for_something_else(
+    tmp_path: Path, length: int
+) -> None:
+    """Red when a header's length looks like the begin of a text or an archive."""
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b"{" * length)
+    with pytest.raises(LoadPlanError, match="download the file again"):
+        read_header(str(path))
 
 
 def test_content_is_told_apart_by_position() -> None:

@@ -78,6 +78,50 @@ def test_version_1_beside_version_2(machine: Path) -> None:
     assert host_memory.available_memory() == 400 * MIB
 
 
+@pytest.mark.parametrize(
+    ("highest", "high", "left"),
+    [(None, 512, 412), (800, 512, 412), (400, 512, 300), (None, None, 1000)],
+)
+def test_high_mark_limits_like_the_limit(machine: Path, highest, high, left) -> None:
+    """Above it the kernel slows the group to a halt; red when only the limit counts."""
+    (machine / "cgroup").write_text("0::/box\n")
+    group(machine / "fs/box", limit=highest, used=100)
+    text = "max\n" if high is None else f"{high * MIB}\n"
+    (machine / "fs/box/memory.high").write_text(text)
+    assert host_memory.available_memory() == left * MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "left"),
+    [
+        ("memory.stat", None, 312),
+        ("memory.stat", "active_file\n\ninactive_file many\n", 312),
+        ("memory.current", None, 512),
+        ("memory.current", "\n", 512),
+        ("memory.high", "nonsense\n", 412),
+    ],
+)
+def test_what_cannot_be_read_does_not_lift_the_limit(
+    machine: Path, name: str, content: str | None, left: int
+) -> None:
+    """Red when an unreadable counter makes the whole machine available."""
+    (machine / "cgroup").write_text("0::/box\n")
+    group(machine / "fs/box", limit=512, used=200, cached=100)
+    if content is None:
+        (machine / "fs/box" / name).unlink()
+        (machine / "fs/box" / name).mkdir()
+    else:
+        (machine / "fs/box" / name).write_text(content)
+    assert host_memory.available_memory() == left * MIB
+
+
+def test_more_cache_than_use_is_no_more_than_the_limit(machine: Path) -> None:
+    """The two are read one after the other; red when they sum up past the limit."""
+    (machine / "cgroup").write_text("0::/box\n")
+    group(machine / "fs/box", limit=512, used=100, cached=200)
+    assert host_memory.available_memory() == 512 * MIB
+
+
 def test_this_machine_has_some() -> None:
     """Red when the real files are read otherwise than these."""
     assert MIB < host_memory.available_memory() < 1 << 50

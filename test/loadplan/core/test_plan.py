@@ -8,14 +8,10 @@ import re
 
 import pytest
 
-from loadplan.core import (
-    FileHeader,
-    LoadPlanError,
-    Route,
-    TensorHeader,
-    UnloadableTensorError,
-    make_plan,
-)
+from loadplan.core.header import FileHeader, LoadPlanError, TensorHeader
+from loadplan.core.loading import decide_routes
+from loadplan.core.plan import Route, UnloadableTensorError, make_plan
+from loadplan.core.ranks import Machine, file_digests
 
 _INODES = itertools.count(1)
 
@@ -39,7 +35,7 @@ def header(
 
 
 def routes(files: list[FileHeader], **kwargs: object) -> dict[tuple[str, str], Route]:
-    plan = make_plan(files, **kwargs)
+    plan = decide_routes(files, **kwargs)
     return {(e.file.path, e.tensor.name): e.route for e in plan.entries}
 
 
@@ -234,7 +230,9 @@ def test_file_with_a_weight_that_some_ranks_leave_out_is_read() -> None:
         header("mixed", ("expert.1", "U8", (4,)), ("dense", "U8", (4,))),
         header("clean", ("other", "U8", (4,))),
     ]
-    plan = make_plan(files, rank_filtered_weight=lambda n: n.startswith("expert."))
+    plan = decide_routes(
+        files, obstacles=lambda files: {"mixed": "some ranks leave a part out"}
+    )
     assert plan.stream_files == ["clean"]
     assert [e.tensor.name for e in plan.of(Route.READ)] == ["expert.1", "dense"]
     # Each rank drops its own part later: the plan is the same on all of them.
@@ -273,25 +271,32 @@ def test_tensor_larger_than_the_budget_stays_on_the_host() -> None:
         header("b", ("y", "U8", (4,))),
     ]
     assert set(routes(files).values()) == {Route.STREAM}
-    found = routes(files, device_budget=999)
+    found = routes(files, allowed=Machine(device_budget=999))
     assert found["a", "table"] is Route.HOST
     assert found["a", "x"] is Route.READ
     assert found["b", "y"] is Route.STREAM
-    assert routes(files, device_budget=10**6)["a", "table"] is Route.STREAM
+    assert (
+        routes(files, allowed=Machine(device_budget=10**6))["a", "table"]
+        is Route.STREAM
+    )
 
 
 def test_tensor_larger_than_the_budget_is_not_read_from_an_odd_file_either() -> None:
     """Red when only the stream is held against the budget."""
     file = header("a", ("table", "U8", (1000,)), ("odd", "F4", (2,)))
-    assert routes([file], device_budget=999)["a", "table"] is Route.HOST
+    assert (
+        routes([file], allowed=Machine(device_budget=999))["a", "table"] is Route.HOST
+    )
 
 
 def test_ring_for_the_whole_sequence_decides_not_the_largest_tensor() -> None:
     """Three of 400 B need a ring of 1200 B; red when 1000 B seem enough for them."""
     files = [header(name, (name, "U8", (400,))) for name in ("c", "a", "b")]
     files.append(header("d", ("small", "U8", (4,))))
-    assert set(routes(files, device_budget=1200).values()) == {Route.STREAM}
-    found = routes(files, device_budget=1000)
+    assert set(routes(files, allowed=Machine(device_budget=1200)).values()) == {
+        Route.STREAM
+    }
+    found = routes(files, allowed=Machine(device_budget=1000))
     assert found.pop(("d", "small")) is Route.STREAM
     assert set(found.values()) == {Route.HOST}
 
@@ -299,7 +304,7 @@ def test_ring_for_the_whole_sequence_decides_not_the_largest_tensor() -> None:
 def test_many_tensors_that_are_too_large_are_planned_at_once() -> None:
     """A device that is nearly full; red when each of 20,000 costs its own round."""
     tensors = [(f"expert{i}", "U8", (400,)) for i in range(20_000)]
-    found = routes([header("a", *tensors)], device_budget=1000)
+    found = routes([header("a", *tensors)], allowed=Machine(device_budget=1000))
     assert set(found.values()) == {Route.HOST}
 
 
@@ -311,7 +316,7 @@ def test_old_instanttensor_gets_no_file_that_it_refuses() -> None:
         header("good", ("z", "F32", (2,))),
     ]
     assert set(routes(files).values()) == {Route.STREAM}
-    found = routes(files, old_reader=True)
+    found = routes(files, allowed=Machine(old_reader=True))
     assert found["unaligned", "x"] is found["fnuz", "y"] is Route.READ
     assert found["good", "z"] is Route.STREAM
 
@@ -329,7 +334,7 @@ def test_digest_tells_size_header_and_route() -> None:
     """What ranks compare; red when a difference in one of them does not show."""
     plain = ("x", "U8", (4,))
     digests = [
-        make_plan(files, **choices).file_digests()["a"]
+        file_digests(make_plan(files, **choices))["a"]
         for files, choices in (
             ([header("a", plain)], {}),
             ([header("a", plain)], {"host_resident_weight_patterns": ("x",)}),
@@ -339,4 +344,4 @@ def test_digest_tells_size_header_and_route() -> None:
         )
     ]
     assert len(set(digests)) == len(digests)
-    assert make_plan([header("a", plain)]).file_digests()["a"] == digests[0]
+    assert file_digests(make_plan([header("a", plain)]))["a"] == digests[0]

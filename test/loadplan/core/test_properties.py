@@ -26,8 +26,8 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
-from loadplan.core import LoadPlanError, make_plan, read_headers, read_index, run_plan
-from loadplan.core.header import _DTYPES
+from loadplan.core.header import _DTYPES, LoadPlanError, read_headers, read_index
+from loadplan.core.loading import decide_routes, run_load
 from loadplan.standin import gpu
 
 EXAMPLES = int(os.environ.get("LOADPLAN_EXAMPLES", "1500"))
@@ -156,7 +156,8 @@ def oracle(folder: Path, wanted: frozenset[str] | None) -> dict[str, Raw] | None
         return None
     found = {}
     for name, candidates in holders.items():
-        if name not in owners and len(candidates) > 1:
+        is_wanted = wanted is None or name in wanted
+        if is_wanted and name not in owners and len(candidates) > 1:
             return None
         if wanted is None or name in wanted:
             path = owners.get(name, candidates[0])
@@ -171,25 +172,25 @@ def oracle(folder: Path, wanted: frozenset[str] | None) -> dict[str, Raw] | None
 def load(folder: Path, checkpoint: Checkpoint) -> list[tuple[str, Raw]]:
     """Through plan and readers; InstantTensor is the stub."""
     wanted = checkpoint.wanted
-    plan = make_plan(
+    plan = decide_routes(
         read_headers([str(path) for path in sorted(folder.glob("*.safetensors"))]),
         weight_map=read_index(str(folder)),
         host_resident_weight_patterns=checkpoint.patterns,
         wanted_weight=None if wanted is None else wanted.__contains__,
     )
-    record = gpu.Record()
-    stub = gpu.make_module(record=record)
+    journal = gpu.Journal()
+    stub = gpu.make_module(journal=journal)
 
     def stream(files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         with stub.safe_open(files, framework="pt", device=0) as opened:
             yield from opened.tensors()
 
     pairs = []
-    for name, tensor in run_plan(plan, stream_files=stream, device=torch.device("cpu")):
+    for name, tensor in run_load(plan, stream_files=stream, device=torch.device("cpu")):
         if any(pattern in name for pattern in checkpoint.patterns):
-            assert not record.on_device(tensor), name
+            assert not journal.on_device(tensor), name
         pairs.append((name, raw(tensor)))
-    assert len(record.calls) <= 1
+    assert len(journal.calls) <= 1
     return pairs
 
 

@@ -15,19 +15,13 @@ import torch.distributed as dist
 from files import write_shard
 from gloo_ranks import on_ranks
 
-from loadplan.core import (
-    LoadPlan,
-    LoadPlanError,
-    Machine,
-    Route,
-    make_plan,
-    plan_together,
-    ranks,
-    read_header,
-    run_plan,
-    together,
-)
+from loadplan.core import ranks
 from loadplan.core import read as read  # the module, for its pool
+from loadplan.core.header import LoadPlanError, read_header
+from loadplan.core.loading import decide_routes, run_load
+from loadplan.core.plan import LoadPlan, Route, make_plan
+from loadplan.core.ranks import Machine, plan_together, together
+from loadplan.core.read import reader_threads
 
 RANKS = 2
 
@@ -50,7 +44,7 @@ def plan(nodes: list[Path], rank: int, **choices: object) -> LoadPlan:
         folder=str(nodes[rank]),
         group=dist.group.WORLD,
         machine=lambda: machine,
-        **choices,
+        decide=functools.partial(decide_routes, **choices),
     )
 
 
@@ -102,7 +96,7 @@ def test_broken_index_on_one_node_raises_on_all(
     """Red when what one rank reads before the exchange leaves the other waiting."""
     (nodes[1] / "model.safetensors.index.json").write_text("{")
     healthy, broken = on_ranks(tmp_path, lambda rank: routes(nodes, rank))
-    assert broken[0] == "LoadPlanError" and "not an index" in broken[1]
+    assert broken[0] == "LoadPlanError" and "weight_map" in broken[1]
     assert healthy[1].startswith("rank 1 of 2 failed: LoadPlanError: ")
 
 
@@ -141,7 +135,7 @@ def load(nodes: list[Path], rank: int, *, broken: int | None) -> list[str]:
     assert {entry.route for entry in made.entries} >= {Route.READ, Route.STREAM}
     if rank == broken:
         os.truncate(nodes[rank] / "a.safetensors", 200)
-    weights = run_plan(
+    weights = run_load(
         made,
         stream_files=stream_nothing,
         device=torch.device("cpu"),
@@ -201,12 +195,7 @@ def test_threads_are_shared_between_ranks_unless_each_has_its_cores(
     threads = []
     for cores, count in ((128, 1), (128, 8), (16, 8), (128, 64)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: set(range(n)))
-        read.share_node(count)
-        read.reader_pool.cache_clear()
-        threads.append(read.reader_pool()._max_workers)
-    monkeypatch.undo()
-    read.share_node(1)
-    read.reader_pool.cache_clear()
+        threads.append(reader_threads(count))
     assert threads == [16, 16, 16, 4]
 
 
@@ -220,10 +209,13 @@ def test_alone_there_is_no_step(
         folder=str(nodes[0]),
         group=None,
         machine=Machine,
+        decide=decide_routes,
     )
     assert made == make_plan([read_header(str(nodes[0] / "b.safetensors"))])
     with pytest.raises(LoadPlanError, match="no such file"):
-        plan_together(["gone"], folder=".", group=None, machine=Machine)
+        plan_together(
+            ["gone"], folder=".", group=None, machine=Machine, decide=decide_routes
+        )
 
 
 def test_reader_of_whole_files_is_the_same_on_all_ranks(
@@ -253,6 +245,7 @@ def test_unknown_reader_of_whole_files_is_refused(
             folder=str(nodes[0]),
             group=None,
             machine=Machine,
+            decide=decide_routes,
         )
 
 

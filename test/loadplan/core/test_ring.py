@@ -6,9 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from loadplan.core import FileHeader, LoadPlanError, TensorHeader
+from loadplan.core.header import FileHeader, LoadPlanError, TensorHeader
 from loadplan.core.ring import ring_budget, ring_bytes, small_io_depth
-from loadplan.standin import instanttensor_sizes as stub
+from loadplan.standin import ring as stub
 
 GIB = 1 << 30
 

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from loadplan.core import FileHeader, Route, TensorHeader, read_header, spans
-from loadplan.core.plan import PlannedTensor
+from loadplan.core import spans
+from loadplan.core.header import FileHeader, TensorHeader, read_header
+from loadplan.core.plan import PlannedTensor, Route
 from loadplan.core.read import reader_pool
 
 CPU = torch.device("cpu")
@@ -97,7 +98,7 @@ def test_span_is_bounded_but_holds_any_tensor() -> None:
 def test_reads_of_another_file_start_aligned_in_the_same_span() -> None:
     """Red when a tensor cannot be a view because of where its read lies."""
     made = spans.make_spans(entries((3, 5)) + entries((1, 8), path="b"))
-    assert [(r.path, r.begin) for r in made[0].reads] == [("a", 0), ("b", 512)]
+    assert [(r.file.path, r.begin) for r in made[0].reads] == [("a", 0), ("b", 512)]
 
 
 def test_many_small_files_do_not_exhaust_the_descriptors(tmp_path: Path) -> None:
@@ -163,9 +164,9 @@ def test_any_piece_and_span_size_yields_official_bytes(
     """Reads that cross pieces, tensors that cross spans; red when one byte moves."""
     path = write_shard(tmp_path_factory.mktemp("s") / "a.safetensors", TENSORS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spans, "_PIECE_BYTES", piece)
+        patch.setattr(spans, "PIECE_BYTES", piece)
         patch.setattr(spans, "_SPAN_BYTES", span)
-        patch.setattr(spans, "_PIECES_IN_FLIGHT", in_flight)
+        patch.setattr(spans, "PIECES_IN_FLIGHT", in_flight)
         pairs = list(spans.read_tensors(planned(path, names), CPU))
     expected = {n: raw(t) for n, t in official(path).items() if n in names}
     assert [name for name, _ in pairs] == [t.tensor.name for t in planned(path, names)]
@@ -199,7 +200,7 @@ def test_nothing_runs_on_after_an_error_or_an_early_stop(
     path = write_shard(
         tmp_path / "a.safetensors", [(f"t{i}", "U8", (1000,)) for i in range(64)]
     )
-    monkeypatch.setattr(spans, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(spans, "PIECE_BYTES", 1000)
     monkeypatch.setattr(spans, "_SPAN_BYTES", 1000)
     running, lock, preadv = [0], threading.Lock(), os.preadv
 
@@ -222,7 +223,7 @@ def test_nothing_runs_on_after_an_error_or_an_early_stop(
         with pytest.raises(EOFError):
             list(weights)
     assert running == [0]
-    assert reader_pool().submit(lambda: 7).result() == 7
+    assert reader_pool(4).submit(lambda: 7).result() == 7
 
 
 def test_refused_pinned_memory_costs_speed_only(

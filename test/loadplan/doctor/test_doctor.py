@@ -18,8 +18,8 @@ from files import write_shard
 
 from loadplan import cli, doctor
 from loadplan.core import header
-from loadplan.doctor import Finding, Need, Verdict, gpu, memory, storage
-from loadplan.inspection.loads import Machine
+from loadplan.doctor import Finding, Need, Verdict, gpu, host, storage
+from loadplan.inspection.loads import Hardware
 from loadplan.standin.gpu import make_module
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -212,8 +212,8 @@ def test_locking_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_host_memory(monkeypatch, need: int | None, verdict: Verdict) -> None:
     """Red when a load that would be killed is called good."""
-    monkeypatch.setattr(memory, "available_memory", lambda: 8 << 30)
-    found = memory._free_memory(Need(host_bytes=need and need << 30))
+    monkeypatch.setattr(host, "available_memory", lambda: 8 << 30)
+    found = host._free_memory(Need(host_bytes=need and need << 30))
     assert found.verdict is verdict
     if verdict is Verdict.FAILS:
         assert "needs 9.00 GiB" in found.means
@@ -227,11 +227,11 @@ def test_dev_shm_that_is_refused(
 ) -> None:
     """Red when Docker's 64 MiB are called enough for eight ranks."""
     if refusal == "missing":
-        monkeypatch.setattr(memory, "_SHM", tmp_path / "none")
+        monkeypatch.setattr(host, "_SHM", tmp_path / "none")
     else:
-        monkeypatch.setattr(memory, "_SHM", tmp_path)
-        monkeypatch.setattr(memory, "_SHM_BYTES", 1 << 62)
-    found = memory._shared_folder(Need(ranks=ranks))
+        monkeypatch.setattr(host, "_SHM", tmp_path)
+        monkeypatch.setattr(host, "_SHM_BYTES", 1 << 62)
+    found = host._shared_folder(Need(ranks=ranks))
     assert found.verdict.value == verdict
     assert "--shm-size" in found.change
     assert list(tmp_path.iterdir()) == []
@@ -252,8 +252,8 @@ def test_huge_pages_that_are_not_given(shared: bool) -> None:
     """Turned off for this process; red when the kernel's yes to madvise is enough."""
     layout, other = ("shared", "per_rank") if shared else ("per_rank", "shared")
     with without_huge_pages():
-        found = memory._huge_pages(Need(layout=layout), shared=shared)
-        unneeded = memory._huge_pages(Need(layout=other), shared=shared)
+        found = host._huge_pages(Need(layout=layout), shared=shared)
+        unneeded = host._huge_pages(Need(layout=other), shared=shared)
     assert found.verdict is Verdict.SLOW
     assert "no huge page was given" in found.result
     assert "/sys/kernel/mm/transparent_hugepage/" in found.change
@@ -267,8 +267,8 @@ def test_huge_pages_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         def madvise(self, option: int) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(memory, "_map", lambda shared: Refusing(-1, 1 << 20))
-    assert "Invalid argument" in memory._try_huge_pages(shared=False)
+    monkeypatch.setattr(host, "_map", lambda shared: Refusing(-1, 1 << 20))
+    assert "Invalid argument" in host._try_huge_pages(shared=False)
 
 
 # The command.
@@ -296,7 +296,7 @@ def test_needs_are_what_inspect_says(tmp_path: Path, monkeypatch) -> None:
     shard = write_shard(tmp_path / "model.safetensors", [("a", "U8", (8, 8)), table])
     need = doctor.need_of(
         [tmp_path],
-        machine=Machine(tp=2),
+        machine=Hardware(tp=2),
         engram_config='{"placement": "cpu", "replication": "per_node"}',
         draft=None,
         pin=1,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 from engine_tree import TARGET
 
 from loadplan import cli
-from loadplan.engines import export, prose
+from loadplan.engines import export, prose, upstream_tests
+from loadplan.engines.series import read_series
+from loadplan.engines.stages import own_stages
 from loadplan.engines.targets import Limits
 from loadplan.errors import EngineError
 
@@ -22,12 +26,11 @@ def test_export_is_the_same_each_time_and_prints_its_lines(
         assert cli.main(["export", "sglang", "--out", str(tmp_path / name)]) == 0
     mails = [sorted((tmp_path / name).iterdir()) for name in ("a", "b")]
     assert [p.read_bytes() for p in mails[0]] == [p.read_bytes() for p in mails[1]]
-    assert mails[0][0].name == "0001-engram-config.patch"
+    assert mails[0][0].name == "0001-reload-rollback.patch"
     printed = capsys.readouterr().out
     for commit in export.plan_export(TARGET):
         lines = commit.lines
-        row = f"{lines.hunks:5} {lines.glue:5} {lines.core:5}  {commit.name}\n"
-        assert row in printed
+        assert f"{lines.total:6}  {commit.name}\n" in printed
     assert "lines of hunks and glue, below 300" in printed
 
 
@@ -42,7 +45,7 @@ def test_folder_that_holds_something_is_refused(tmp_path: Path) -> None:
     """Red when an export mixes with files of before, or overwrites them."""
     (tmp_path / "empty").mkdir()
     export.write_export(TARGET, tmp_path / "empty")
-    for out in (tmp_path, tmp_path / "empty" / "0001-engram-config.patch"):
+    for out in (tmp_path, tmp_path / "empty" / "0001-reload-rollback.patch"):
         with pytest.raises(EngineError, match="expected an empty folder or none"):
             export.write_export(TARGET, out)
 
@@ -56,12 +59,9 @@ def test_every_new_file_comes_once_with_what_needs_it_first() -> None:
     for name, path in (
         ("engram-config", "python/sglang/srt/layers/engram_config.py"),
         ("engram-config", "docs_new/docs/advanced_features/engram_config.mdx"),
-        ("host-resident-weights", f"python/{TARGET.core_folder}/__init__.py"),
-        ("host-resident-weights", f"{TARGET.helper_folder}/gpu.py"),
-        (
-            "deepseek-v4-engram-patterns",
-            f"{TARGET.helper_folder}/tiny_deepseek_v41.py",
-        ),
+        ("safetensors-headers", f"python/{TARGET.core_folder}/__init__.py"),
+        ("load-plan", f"{TARGET.helper_folder}/simple.py"),
+        ("load-plan", f"{TARGET.helper_folder}/small_loads.py"),
     ):
         assert path in by_name[name], path
     for path, text in (item for new in by_name.values() for item in new.items()):
@@ -70,15 +70,58 @@ def test_every_new_file_comes_once_with_what_needs_it_first() -> None:
         assert "pytest.mark" not in text, path
 
 
-def test_core_modules_come_by_what_the_glue_imports() -> None:
-    """Red when a module is left out that another one imports, or all are taken."""
+def test_core_comes_by_layers() -> None:
+    """Red when a mail brings a module that it does not need yet, or lacks one."""
     core = f"python/{TARGET.core_folder}"
+    brought: set[str] = set()
+    for commit in export.plan_export(TARGET):
+        layers = TARGET.layers.get(commit.name, ())
+        here = {path for path in commit.new if path.startswith(core)}
+        first = {f"{core}/__init__.py"} if layers and not brought else set()
+        assert here == {f"{core}/{name}.py" for name in layers} | first, commit.name
+        brought |= here
+        for path in here:
+            tree = ast.parse(commit.new[path])
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ImportFrom) and node.level:
+                    assert f"{core}/{node.module}.py" in brought, (path, node.module)
+
+
+def test_glue_of_a_mail_needs_nothing_of_a_later_one() -> None:
+    """Red when a hunk for a later layer stands in an earlier patch."""
+    core = f"python/{TARGET.core_folder}/"
     package = TARGET.core_folder.replace("/", ".")
-    whole = export._core(TARGET, {"glue": f"from {package} import run_plan\n"})
-    assert {f"{core}/__init__.py", f"{core}/stream.py", f"{core}/header.py"} <= set(
-        whole
-    )
-    assert export._core(TARGET, {"glue": "import sglang.srt.model_loader.x\n"}) == {}
+    series = read_series(TARGET.patches)
+    for patch, stage in zip(series, own_stages(TARGET, series), strict=True):
+        there = {
+            path.removeprefix(core).removesuffix(".py")
+            for path in stage
+            if path.startswith(core)
+        }
+        for path, text in stage.items():
+            used = re.findall(rf"from {re.escape(package)}\.(\w+) import", text)
+            assert set(used) <= there, (patch.name, path)
+
+
+def test_last_stage_is_what_apply_writes() -> None:
+    """Red when hunks of the series give other glue than ``python/`` holds."""
+    series = read_series(TARGET.patches)
+    last = own_stages(TARGET, series)[-1]
+    files = TARGET.new_files()
+    assert last == {TARGET.upstream(p): text.decode() for p, text in files.items()}
+    first = own_stages(TARGET, series)[0]
+    assert first == {}
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_mail_past_a_persons_patience_is_refused(
+    monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    """Red when a mail of any size is written."""
+    name = "_FIRST_MAIL_LINES" if first else "_MAIL_LINES"
+    monkeypatch.setattr(export, name, 40)
+    with pytest.raises(EngineError, match=r"its mail adds \d+ lines .* at most 40"):
+        export.plan_export(TARGET)
 
 
 def limited(**changes: object):
@@ -153,7 +196,7 @@ def test_test_loses_our_marks_and_finds_its_helpers(tmp_path: Path) -> None:
         "helper": "sglang.test.own.helper",
         "loadplan.standin.gpu": "sglang.test.own.gpu",
     }
-    assert export._upstream_test(TARGET, file, moved) == (
+    assert upstream_tests._upstream_test(TARGET, file, moved) == (
         f"{TARGET.licence_header}\n\n"
         "import unittest\n\nimport torch\n\nfrom sglang.srt.x import x\n"
         "from sglang.test.ci import y\nfrom sglang.test.own.gpu import a\n"
@@ -169,7 +212,7 @@ def test_import_that_upstream_cannot_have_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "test_x.py"
     file.write_text("from loadplan.core.plan import make_plan\n")
     with pytest.raises(EngineError, match=r"imports 'loadplan\.core\.plan'"):
-        export._helpers(file)
+        upstream_tests._helpers(file)
 
 
 def test_page_becomes_mdx() -> None:

@@ -17,10 +17,13 @@ from files import write_shard
 from loadplan import cli
 from loadplan.checkpoint import estimates, placement
 from loadplan.checkpoint.files import read_checkpoint
-from loadplan.core import LoadPlanError, Route, broadcast, header, spans, stream
+from loadplan.core import header
+from loadplan.core.header import LoadPlanError
+from loadplan.core.plan import Route
 from loadplan.inspection import plot
-from loadplan.inspection.loads import Inspection, Machine, inspect
-from loadplan.synth import recipes
+from loadplan.inspection.loads import Hardware, Inspection, inspect
+from loadplan.synth.options import SynthOptions
+from loadplan.synth.writer import synthesize
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = Path(__file__).parent / "golden"
@@ -35,7 +38,7 @@ def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def look(folder: Path, *, draft: str | None = None, config: str = CPU, **machine):
     return inspect(
-        [folder], machine=Machine(**machine), engram_config=config, draft=draft
+        [folder], machine=Hardware(**machine), engram_config=config, draft=draft
     )
 
 
@@ -48,8 +51,8 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
 def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("synth")
     for name, mixed in (("mixed", True), ("apart", False)):
-        options = recipes.SynthOptions(size=8 << 20, mixed_engram=mixed)
-        recipes.synthesize(folder / name, options)
+        options = SynthOptions(size=8 << 20, mixed_engram=mixed)
+        synthesize(folder / name, options)
     return folder
 
 
@@ -272,13 +275,6 @@ def test_memory_of_tensors_that_are_read_apart(
     assert load.plan_gpu.parts[estimates.RING] == 0
     assert load.plan_gpu.parts[estimates.ARRIVING] == arriving * MIB
     assert load.plan_host.parts[estimates.BUFFERS] == tp * buffers * MIB
-    # What inspect counts is what the core does.
-    assert estimates._PIECE_BYTES == spans._PIECE_BYTES
-    assert estimates._MOST_PIECES == spans._PIECES_IN_FLIGHT
-    assert estimates._SHARED_BYTES == stream._LEAST_SHARED_BYTES
-    pieces = broadcast._PIECES_PER_STRIPE * broadcast._STRIPES_PER_WINDOW
-    shared = broadcast._WINDOWS_IN_FLIGHT * pieces * spans._PIECE_BYTES
-    assert estimates._SHARED_SPANS == shared
 
 
 def test_buffers_that_break_the_host_are_named(tables: Path) -> None:
@@ -350,7 +346,7 @@ def test_table_in_gpu_memory_is_kept_from_the_stream_where_it_is_too_large(
 def test_groups_that_do_not_divide_are_refused() -> None:
     """Red when half a rank seems possible."""
     with pytest.raises(LoadPlanError, match="--nodes: 3 for --tp 8"):
-        Machine(tp=8, nodes=3)
+        Hardware(tp=8, nodes=3)
 
 
 # Odd things: what is found, and what will be done.
@@ -424,7 +420,7 @@ def test_consolidated_file_beside_a_whole_one_is_set_aside(tmp_path: Path) -> No
 
 def test_files_of_one_folder_may_be_named(tables: Path) -> None:
     """Red when a list of files is not looked at alone."""
-    machine = Machine()
+    machine = Hardware()
     files = [tables / "a.safetensors"]
     inspection = inspect(files, machine=machine, engram_config=CPU)
     assert (inspection.files, inspection.tensors) == (1, 2)
@@ -434,7 +430,7 @@ def test_files_of_one_folder_may_be_named(tables: Path) -> None:
     ("arguments", "message"),
     [
         (["nowhere"], "nowhere: no such folder or file"),
-        (["."], "nothing to load in 0 safetensors file"),
+        (["."], "there are some below; name one of the folders: 'incomplete'"),
         (["a.safetensors", "sub/b.safetensors"], "that lie elsewhere or are folders"),
         (["incomplete"], "names 1 file(s) that are not there, 'b.safetensors' first"),
         (["sub", "--engram-config", "{"], "--engram-config: '{': not JSON"),
@@ -475,6 +471,18 @@ def test_reader_that_is_chosen_for_whole_files_is_followed(
     monkeypatch.setenv("LOADPLAN_STREAM_READER", "read")
     routes = look(parent / "apart").loads[0].routes
     assert (routes["stream"].tensors, routes["read"].tensors) == (0, 507)
+
+
+def test_tensors_that_are_too_large_are_one_line(tmp_path: Path) -> None:
+    """Of 24 sizes; red when each is an oddity of its own."""
+    tensors = [(f"w{i}", "U8", (i + 1, MIB)) for i in range(24)]
+    path = write_shard(tmp_path / "model.safetensors", tensors, payload=b"")
+    nbytes = sum(math.prod(shape) for _, _, shape in tensors)
+    os.truncate(path, path.stat().st_size + nbytes)
+    (found, *others) = look(tmp_path, gpu_memory=nbytes + MIB).oddities
+    assert found.what == "more than the device has room for at once"
+    assert (found.tensors, found.nbytes) == (24, nbytes)
+    assert others == []
 
 
 # The picture.

@@ -16,15 +16,15 @@ import torch
 from files import write_shard
 from safetensors.torch import load_file
 
-from loadplan.core import LoadPlan, LoadPlanError, make_plan, read_headers
-from loadplan.load import run
-from loadplan.load.digests import Digests
-from loadplan.load.peaks import Watch
-from loadplan.synth import recipes
+from loadplan.core.header import read_headers
+from loadplan.core.loading import decide_routes
+from loadplan.core.plan import LoadPlan
+from loadplan.load.run import run_load
+from loadplan.synth.options import SynthOptions
+from loadplan.synth.writer import synthesize
 
 ROOT = Path(__file__).parents[3]
 ENGINE = ROOT / "build" / "engines" / "sglang" / "patched"
-MIB = 1 << 20
 
 
 class Engine:
@@ -85,22 +85,13 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def plan_of(checkpoint: Path) -> LoadPlan:
     headers = read_headers([str(checkpoint / "model.safetensors")])
-    return make_plan(headers, host_resident_weight_patterns=[".engram.embed."])
-
-
-@pytest.mark.parametrize("content", [b"{", b"\xff\xfe\xff"])
-def test_damaged_configuration_is_named(tmp_path: Path, content: bytes) -> None:
-    """Red when the error is the parser's alone, without a file."""
-    config = tmp_path / "config.json"
-    config.write_bytes(content)
-    with pytest.raises(LoadPlanError, match=r"config\.json: not JSON .*, expected"):
-        run.check_checkpoint(tmp_path)
+    return decide_routes(headers, host_resident_weight_patterns=[".engram.embed."])
 
 
 def test_phases_and_seconds_add_up(checkpoint: Path) -> None:
     """Red when a phase, a byte of one or the time of a route is lost."""
     steps = Steps()
-    report = run.run_load(
+    report = run_load(
         Engine(checkpoint), plan_of(checkpoint), checkpoint, reader="", steps=steps
     )
     # What shares its file with the table is read apart from it.
@@ -125,10 +116,10 @@ def test_comparison_tells_whether_the_default_loader_brings_the_same(
     """Red when other bytes of the default loader go unseen."""
     engine = Engine(checkpoint)
     plan = plan_of(checkpoint)
-    report = run.run_load(engine, plan, checkpoint, reader="", compare=True)
+    report = run_load(engine, plan, checkpoint, reader="", compare=True)
     assert report.default is not None and report.default.same
     engine.default_weights = lambda: map(damaged, engine.weights())
-    report = run.run_load(engine, plan, checkpoint, reader="", compare=True)
+    report = run_load(engine, plan, checkpoint, reader="", compare=True)
     assert report.default is not None and not report.default.same
 
 
@@ -143,43 +134,9 @@ def test_interrupt_leaves_nothing_running(checkpoint: Path, phase: str) -> None:
     before = set(threading.enumerate())
     engine = Engine(checkpoint)
     with pytest.raises(KeyboardInterrupt):
-        run.run_load(
-            engine, plan_of(checkpoint), checkpoint, reader="", steps=Steps(phase)
-        )
+        run_load(engine, plan_of(checkpoint), checkpoint, reader="", steps=Steps(phase))
     assert engine.closed == 1
     assert set(threading.enumerate()) == before
-
-
-def test_digest_that_is_given_up_ends_at_the_next_piece() -> None:
-    """Red when an interrupted load hashes a table of 90 GiB to its end."""
-    begun, go_on = threading.Event(), threading.Event()
-
-    def endless() -> Iterator[bytes]:
-        while True:
-            begun.set()
-            go_on.wait(60)
-            yield b"more"
-
-    with pytest.raises(KeyboardInterrupt), Digests() as digests:
-        digests.add_pieces("a", "uint8", (1,), endless())
-        assert begun.wait(60)
-        # What follows runs when the block has already been left.
-        threading.Timer(0.2, go_on.set).start()
-        raise KeyboardInterrupt
-
-
-def test_watch_sees_a_peak_that_is_over(tmp_path: Path) -> None:
-    """Red when only the end counts, or memory for hashing counts as the load's."""
-    with Watch() as watch:
-        memory = torch.ones(64 * MIB, dtype=torch.uint8)
-        threading.Event().wait(0.2)
-        del memory
-    assert 60 * MIB < watch.peaks().host < 96 * MIB
-    assert watch.peaks().device is None or watch.peaks().device >= 0
-    held = torch.ones(64 * MIB, dtype=torch.uint8)
-    with Watch(besides=lambda: 0 if held is None else held.nbytes) as watch:
-        pass
-    assert watch.peaks().host < 16 * MIB
 
 
 # The command.
@@ -188,7 +145,7 @@ def test_watch_sees_a_peak_that_is_over(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def synthetic(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("synth") / "checkpoint"
-    recipes.synthesize(folder, recipes.SynthOptions(size=256 << 20, mixed_engram=True))
+    synthesize(folder, SynthOptions(size=256 << 20, mixed_engram=True))
     return folder
 
 

@@ -16,7 +16,7 @@ import warm
 from engine_tree import make_tree
 
 from loadplan import cli
-from loadplan.doctor import Need, memory
+from loadplan.doctor import Need, host
 from loadplan.engines import targets
 
 ROOT = Path(__file__).parents[3]
@@ -82,7 +82,7 @@ def parse_docker(words: list[str]) -> None:
     # What the page asks Docker for is what the doctor says.
     told = " ".join(
         (ROOT / f"python/loadplan/doctor/{name}.py").read_text()
-        for name in ("storage", "memory", "gpu")
+        for name in ("storage", "host", "gpu")
     )
     for option in ("--ipc=host", "--ulimit memlock=-1", "seccomp=unconfined"):
         assert option in told and option in " ".join(words)
@@ -91,9 +91,9 @@ def parse_docker(words: list[str]) -> None:
 def parse_setting(words: list[str]) -> None:
     assert words[2] == ">"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_try_huge_pages", lambda shared: "refused")
+        patch.setattr(host, "_try_huge_pages", lambda shared: "refused")
         changes = [
-            memory._huge_pages(Need(layout=layout), shared=shared).change
+            host._huge_pages(Need(layout=layout), shared=shared).change
             for layout, shared in (("per_rank", False), ("shared", True))
         ]
     assert any(" ".join(words) in change for change in changes)

@@ -8,10 +8,11 @@ import socket
 from typing import Sequence, Tuple
 
 from sglang.srt.layers.engram_config import resolve_engram_tables
-from sglang.srt.model_loader.loadplan import LoadPlanError, together
+from sglang.srt.model_loader.loadplan.header import LoadPlanError
 from sglang.srt.model_loader.loadplan.host_memory import available_memory
+from sglang.srt.model_loader.loadplan.ranks import together
+from sglang.srt.model_loader.loadplan.stream import flag
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.utils import get_bool_env_var
 
 
 def check_host_tables(
@@ -24,8 +25,8 @@ def check_host_tables(
     """
     host_layout = resolve_engram_tables().host_layout
     # Some virtual machines show memory only when it is used.
-    skipped = get_bool_env_var("LOADPLAN_SKIP_HOST_MEMORY_CHECK")
-    if host_layout is None or skipped or get_bool_env_var("LOADPLAN_DISABLE"):
+    skipped = flag("LOADPLAN_SKIP_HOST_MEMORY_CHECK")
+    if host_layout is None or skipped or flag("LOADPLAN_DISABLE"):
         return
     parallel = get_parallel()
     if parallel.pp_size > 1:

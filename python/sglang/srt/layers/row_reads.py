@@ -9,7 +9,8 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from sglang.srt.model_loader.loadplan import SafetensorsRowSource, together
+from sglang.srt.model_loader.loadplan.ranks import together
+from sglang.srt.model_loader.loadplan.read import SafetensorsRowSource
 
 _Read = Tuple[SafetensorsRowSource, int, int, Optional[Exception]]
 

@@ -29,14 +29,13 @@ import orjson
 import torch
 from torch import nn
 
-from sglang.srt.model_loader.loadplan import (
-    LoadPlan,
+from sglang.srt.model_loader.loadplan.header import (
     LoadPlanError,
-    Route,
     read_header,
     read_index,
-    together,
 )
+from sglang.srt.model_loader.loadplan.plan import LoadPlan, Route
+from sglang.srt.model_loader.loadplan.ranks import together
 from sglang.srt.model_loader.planned_weights import plan_weights
 from sglang.srt.runtime_context import get_model
 

@@ -9,13 +9,12 @@ rest of their files is read tensor by tensor.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import logging
 from typing import (
     TYPE_CHECKING,
     Any,
     Callable,
+    Dict,
     Iterator,
     List,
     Mapping,
@@ -27,21 +26,16 @@ import torch
 
 from sglang.srt.configs.load_config import _DEFAULT_LOAD_GROUP, LoadGroup
 from sglang.srt.layers.engram_config import engram_host_resident_patterns
-from sglang.srt.model_loader.loadplan import (
-    VERSION,
-    LoadPlan,
-    LoadPlanError,
-    Machine,
-    Route,
-    log_plan,
-    plan_together,
-    ring_budget,
-    run_plan,
-    small_io_depth,
-)
+from sglang.srt.model_loader.loadplan import VERSION
+from sglang.srt.model_loader.loadplan.faults import is_old_reader
+from sglang.srt.model_loader.loadplan.header import FileHeader, LoadPlanError
+from sglang.srt.model_loader.loadplan.loading import decide_routes, run_load
+from sglang.srt.model_loader.loadplan.plan import LoadPlan, Route
+from sglang.srt.model_loader.loadplan.ranks import Machine, plan_together
+from sglang.srt.model_loader.loadplan.ring import ring_budget, small_io_depth
+from sglang.srt.model_loader.loadplan.stream import can_stream, flag, log_plan
 from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_model, get_parallel
-from sglang.srt.utils import get_bool_env_var
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -70,10 +64,12 @@ def planned_weights_iterator(
 ) -> Iterator[Tuple[str, torch.Tensor]]:
     """Iterate over the weights of `source`; whole files go through `stream_weights`."""
     options = extra_config or {}
-    disabled = get_bool_env_var("LOADPLAN_DISABLE")
+    disabled = flag("LOADPLAN_DISABLE")
     if disabled:
         logger.info("loadplan %s is turned off by LOADPLAN_DISABLE.", VERSION)
-    if disabled or _is_refused(hf_weights_files):
+    # What the format's own iterator refuses, it refuses before it opens a file.
+    on_cuda = current_platform.device_type == "cuda"
+    if disabled or not on_cuda or not can_stream(hf_weights_files):
         yield from stream_weights(
             hf_weights_files, extra_config=extra_config, load_group=load_group
         )
@@ -99,7 +95,7 @@ def planned_weights_iterator(
     def stream_files(files: List[str]) -> Iterator[Tuple[str, torch.Tensor]]:
         depth = small_io_depth(
             plan.streamed(),
-            world_size=1 if group is None else torch.distributed.get_world_size(group),
+            world_size=1 if ranks is None else ranks.world_size,
             options=options,
         )
         return stream_weights(
@@ -108,7 +104,7 @@ def planned_weights_iterator(
             load_group=load_group,
         )
 
-    yield from run_plan(
+    yield from run_load(
         plan,
         stream_files=stream_files,
         device=_device(),
@@ -129,30 +125,34 @@ def plan_weights(
     check: Optional[Callable[[LoadPlan], None]] = None,
 ) -> LoadPlan:
     """Decide from the headers where each tensor of `source` goes, on all ranks alike."""
-    import instanttensor
 
     def machine() -> Machine:
         free_bytes, _ = torch.cuda.mem_get_info(_device())
-        # The releases carry no version; the filter came with 0.2.
-        parameters = inspect.signature(instanttensor.safe_open).parameters
         return Machine(
-            device_budget=ring_budget(free_bytes, options),
-            old_reader="tensor_filter" not in parameters,
+            device_budget=ring_budget(free_bytes, options), old_reader=is_old_reader()
         )
 
-    def check_all(plan: LoadPlan) -> None:
+    def decide(
+        headers: List[FileHeader], index: Optional[Dict[str, str]], allowed: Machine
+    ) -> LoadPlan:
+        plan = decide_routes(
+            headers,
+            index,
+            allowed,
+            host_resident_weight_patterns=source.host_resident_weight_patterns or (),
+            wanted_weight=wanted_weight,
+        )
         _check_engram_tables(plan)
         if check is not None:
             check(plan)
+        return plan
 
     return plan_together(
         hf_weights_files,
         folder=hf_folder,
         group=group,
         machine=machine,
-        check=check_all,
-        host_resident_weight_patterns=source.host_resident_weight_patterns or (),
-        wanted_weight=wanted_weight,
+        decide=decide,
     )
 
 
@@ -188,16 +188,3 @@ def _ranks(load_group: LoadGroup) -> Optional[GroupCoordinator]:
 
 def _device() -> torch.device:
     return current_platform.get_device(torch.cuda.current_device())
-
-
-def _is_refused(hf_weights_files: List[str]) -> bool:
-    """Whether the format's own iterator refuses before it opens a file."""
-    if current_platform.device_type != "cuda":
-        return True
-    if not all(file.endswith(".safetensors") for file in hf_weights_files):
-        return True
-    try:
-        importlib.import_module("instanttensor")
-    except ImportError:
-        return True
-    return False

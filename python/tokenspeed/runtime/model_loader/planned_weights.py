@@ -28,8 +28,6 @@ weights stay lazy CPU tensors, and the rest of their files is read tensor by ten
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -39,20 +37,22 @@ from tokenspeed_kernel.platform import current_platform
 from tokenspeed.runtime.distributed.process_group_manager import (
     process_group_manager as pg_manager,
 )
-from tokenspeed.runtime.model_loader.loadplan import (
-    VERSION,
-    LoadPlan,
+from tokenspeed.runtime.model_loader.loadplan import VERSION
+from tokenspeed.runtime.model_loader.loadplan.faults import is_old_reader
+from tokenspeed.runtime.model_loader.loadplan.header import (
+    FileHeader,
     LoadPlanError,
-    Machine,
-    UnloadableTensorError,
-    log_plan,
-    plan_together,
     read_index,
-    ring_budget,
-    run_plan,
-    small_io_depth,
 )
-from tokenspeed.runtime.utils import get_bool_env_var, get_colorful_logger
+from tokenspeed.runtime.model_loader.loadplan.loading import decide_routes, run_load
+from tokenspeed.runtime.model_loader.loadplan.plan import (
+    LoadPlan,
+    UnloadableTensorError,
+)
+from tokenspeed.runtime.model_loader.loadplan.ranks import Machine, plan_together
+from tokenspeed.runtime.model_loader.loadplan.ring import ring_budget, small_io_depth
+from tokenspeed.runtime.model_loader.loadplan.stream import can_stream, flag, log_plan
+from tokenspeed.runtime.utils import get_colorful_logger
 
 if TYPE_CHECKING:
     from tokenspeed.runtime.model_loader.loader import DefaultModelLoader
@@ -92,7 +92,9 @@ def planned_weights_iterator(
     disabled = is_disabled()
     if disabled:
         logger.info(f"loadplan {VERSION} is turned off by LOADPLAN_DISABLE.")
-    if disabled or _is_refused(hf_weights_files):
+    # What the format's own iterator refuses, it refuses before it opens a file.
+    on_cuda = current_platform().is_nvidia
+    if disabled or not on_cuda or not can_stream(hf_weights_files):
         return stream_weights(hf_weights_files, process_group=process_group)
 
     wanted_weight = None
@@ -124,7 +126,7 @@ def planned_weights_iterator(
         )
         return stream_weights(files, process_group=process_group, io_depth=depth)
 
-    return run_plan(
+    return run_load(
         plan,
         stream_files=stream_files,
         device=_device(),
@@ -142,16 +144,25 @@ def plan_weights(
     group: torch.distributed.ProcessGroup | None,
 ) -> LoadPlan:
     """Decide from the headers where each tensor goes, on all ranks alike."""
-    import instanttensor
 
     def machine() -> Machine:
         free_bytes, _ = torch.cuda.mem_get_info(_device())
-        # The releases carry no version; the filter came with 0.2.
-        parameters = inspect.signature(instanttensor.safe_open).parameters
         return Machine(
-            device_budget=ring_budget(free_bytes, {}),
-            old_reader="tensor_filter" not in parameters,
+            device_budget=ring_budget(free_bytes, {}), old_reader=is_old_reader()
         )
+
+    def decide(
+        headers: list[FileHeader], index: dict[str, str] | None, allowed: Machine
+    ) -> LoadPlan:
+        plan = decide_routes(
+            headers,
+            index,
+            allowed,
+            host_resident_weight_patterns=source.host_resident_weight_patterns,
+            wanted_weight=wanted_weight,
+        )
+        check(plan)
+        return plan
 
     def check(plan: LoadPlan) -> None:
         if not plan.promised:
@@ -173,9 +184,7 @@ def plan_weights(
         folder=hf_folder,
         group=group,
         machine=machine,
-        check=check,
-        wanted_weight=wanted_weight,
-        host_resident_weight_patterns=source.host_resident_weight_patterns,
+        decide=decide,
     )
 
 
@@ -193,21 +202,8 @@ def host_group(
 
 def is_disabled() -> bool:
     """Whether the operator wants the engine as it is without loadplan."""
-    return get_bool_env_var("LOADPLAN_DISABLE")
+    return flag("LOADPLAN_DISABLE")
 
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _is_refused(hf_weights_files: list[str]) -> bool:
-    """Whether the format's own iterator refuses before it opens a file."""
-    if not current_platform().is_nvidia:
-        return True
-    if not all(file.endswith(".safetensors") for file in hf_weights_files):
-        return True
-    try:
-        importlib.import_module("instanttensor")
-    except ImportError:
-        return True
-    return False

@@ -31,13 +31,9 @@ import torch
 from safetensors import safe_open
 
 from tokenspeed.runtime.distributed import Mapping
-from tokenspeed.runtime.model_loader.loadplan import (
-    LoadPlanError,
-    SafetensorsRowSource,
-    read_header,
-    together,
-)
-from tokenspeed.runtime.model_loader.loadplan.read import OpenFile
+from tokenspeed.runtime.model_loader.loadplan.header import LoadPlanError, read_header
+from tokenspeed.runtime.model_loader.loadplan.ranks import together
+from tokenspeed.runtime.model_loader.loadplan.read import OpenFile, SafetensorsRowSource
 from tokenspeed.runtime.model_loader.planned_weights import host_group, is_disabled
 from tokenspeed.runtime.utils import get_colorful_logger
 
@@ -111,13 +107,14 @@ class TableRows:
         ``share`` is this rank's place among those that fill a table in shared memory
         together, and how many they are.
         """
-        tensors = {tensor.name: tensor for tensor in read_header(path).tensors}
+        header = read_header(path)
+        tensors = {tensor.name: tensor for tensor in header.tensors}
         if name not in tensors or tensors[name].torch_dtype is None:
             raise LoadPlanError(
                 f"{path}: no tensor {name!r} that torch can load, but the index "
                 "promises an Engram table here; download index and shards again"
             )
-        self._source = SafetensorsRowSource(OpenFile(path), tensors[name])
+        self._source = SafetensorsRowSource(OpenFile(header), tensors[name])
         self._share = share
         self._filled = range(0)
         values = math.prod(self._source.shape[1:])

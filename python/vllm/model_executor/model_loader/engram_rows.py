@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from vllm.distributed.parallel_state import GroupCoordinator
-from vllm.model_executor.model_loader.loadplan import together
+from vllm.model_executor.model_loader.loadplan.ranks import together
 
 
 def read_engram_rows(

@@ -9,9 +9,8 @@ read tensor by tensor.
 """
 
 import dataclasses
-import importlib
-import os
-from collections.abc import Callable, Generator
+import functools
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 
@@ -19,18 +18,13 @@ from vllm.distributed.parallel_state import GroupCoordinator, get_world_group
 from vllm.distributed.stateless_coordinator import StatelessGroupCoordinator
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
-from vllm.model_executor.model_loader.loadplan import (
-    VERSION,
-    LoadPlan,
-    LoadPlanError,
-    Machine,
-    Route,
-    log_plan,
-    plan_together,
-    ring_budget,
-    run_plan,
-    small_io_depth,
-)
+from vllm.model_executor.model_loader.loadplan import VERSION
+from vllm.model_executor.model_loader.loadplan.header import FileHeader, LoadPlanError
+from vllm.model_executor.model_loader.loadplan.loading import decide_routes, run_load
+from vllm.model_executor.model_loader.loadplan.plan import LoadPlan, Route
+from vllm.model_executor.model_loader.loadplan.ranks import Machine, plan_together
+from vllm.model_executor.model_loader.loadplan.ring import ring_budget, small_io_depth
+from vllm.model_executor.model_loader.loadplan.stream import can_stream, flag, log_plan
 from vllm.model_executor.model_loader.weight_utils import _ENGRAM_WEIGHT_RE
 from vllm.platforms import current_platform
 
@@ -51,7 +45,8 @@ def planned_weights_iterator(
 ) -> NamedTensors:
     """Iterate over the weights; whole files go through `stream_weights`."""
     world = _world_group()
-    if is_disabled() or _is_refused() or isinstance(world, StatelessGroupCoordinator):
+    refused = not (can_stream(()) and current_platform.is_cuda())
+    if is_disabled() or refused or isinstance(world, StatelessGroupCoordinator):
         yield from stream_weights(
             hf_weights_files,
             use_tqdm_on_load,
@@ -68,25 +63,28 @@ def planned_weights_iterator(
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return Machine(device_budget=ring_budget(free_bytes, {}))
 
+    def decide(
+        headers: list[FileHeader], index: dict[str, str] | None, allowed: Machine
+    ) -> LoadPlan:
+        plan = decide_routes(
+            headers,
+            index,
+            allowed,
+            host_resident_weight_patterns=(
+                (_ENGRAM_WEIGHT_RE,) if load_engram_on_cpu else ()
+            ),
+            wanted_weight=(
+                None
+                if is_unused_weight is None
+                else lambda name: not is_unused_weight(name)
+            ),
+            obstacles=functools.partial(_expert_files, local_expert_ids),
+        )
+        _check_something_is_wanted(plan)
+        return plan
+
     common_plan = plan_together(
-        hf_weights_files,
-        folder=hf_folder,
-        group=group,
-        machine=machine,
-        check=_check_something_is_wanted,
-        host_resident_weight_patterns=(
-            (_ENGRAM_WEIGHT_RE,) if load_engram_on_cpu else ()
-        ),
-        wanted_weight=(
-            None
-            if is_unused_weight is None
-            else lambda name: not is_unused_weight(name)
-        ),
-        rank_filtered_weight=(
-            None
-            if local_expert_ids is None
-            else lambda name: should_skip_weight(name, set())
-        ),
+        hf_weights_files, folder=hf_folder, group=group, machine=machine, decide=decide
     )
     plan = _without_remote_experts(common_plan, local_expert_ids)
     log_plan(plan, engine="vLLM", version=VERSION, logger=logger)
@@ -101,7 +99,7 @@ def planned_weights_iterator(
 
     # Ranks that keep different experts cannot share what they read.
     alone = ranks is None or local_expert_ids is not None
-    yield from run_plan(
+    yield from run_load(
         plan,
         stream_files=stream_files,
         device=device,
@@ -112,7 +110,20 @@ def planned_weights_iterator(
 
 def is_disabled() -> bool:
     """Whether LOADPLAN_DISABLE gives vLLM its own behaviour back."""
-    return os.environ.get("LOADPLAN_DISABLE", "").lower() in ("1", "true")
+    return flag("LOADPLAN_DISABLE")
+
+
+def _expert_files(
+    local_expert_ids: set[int] | None, files: Sequence[FileHeader]
+) -> dict[str, str]:
+    """The files that no rank may stream, by path, since others keep other experts."""
+    if local_expert_ids is None:
+        return {}
+    return {
+        file.path: "shares its file with weights that some ranks leave out"
+        for file in files
+        if any(should_skip_weight(tensor.name, set()) for tensor in file.tensors)
+    }
 
 
 def _world_group() -> GroupCoordinator | None:
@@ -120,15 +131,6 @@ def _world_group() -> GroupCoordinator | None:
         return get_world_group()
     except AssertionError:  # Not initialized, as in unit tests.
         return None
-
-
-def _is_refused() -> bool:
-    """Whether `stream_weights` refuses before it opens a file."""
-    try:
-        importlib.import_module("instanttensor")
-    except ImportError:
-        return True
-    return not current_platform.is_cuda()
 
 
 def _check_something_is_wanted(plan: LoadPlan) -> None:
@@ -144,9 +146,10 @@ def _without_remote_experts(
     plan: LoadPlan, local_expert_ids: set[int] | None
 ) -> LoadPlan:
     """The part of `plan` that this rank reads; the ranks have agreed on all of it."""
-    return LoadPlan(
+    return dataclasses.replace(
+        plan,
         entries=tuple(
-            dataclasses.replace(entry, route=Route.SKIP, reason="other ranks' experts")
+            entry._replace(route=Route.SKIP, reason="other ranks' experts")
             if should_skip_weight(entry.tensor.name, local_expert_ids)
             else entry
             for entry in plan.entries

@@ -36,12 +36,12 @@ def load_rank_of_folder(rank, tp_size, folder, config, model_class, failing_rank
 
     error = digests = None
     with ExitStack() as stack:
-        record = stack.enter_context(fake_gpu())
+        journal = stack.enter_context(fake_gpu())
         stack.enter_context(mock.patch.object(os, "preadv", counting))
         try:
             if importlib.util.find_spec("sglang.srt.model_loader.loadplan"):
                 # However little a tiny checkpoint selects, the ranks read it together.
-                least = "sglang.srt.model_loader.loadplan.stream._LEAST_SHARED_BYTES"
+                least = "sglang.srt.model_loader.loadplan.broadcast.LEAST_SHARED_BYTES"
                 stack.enter_context(mock.patch(least, 1))
             model = tiny_model(config, model_class)
             loader = DefaultModelLoader(LoadConfig(load_format="instanttensor"))
@@ -57,7 +57,7 @@ def load_rank_of_folder(rank, tp_size, folder, config, model_class, failing_rank
     return SimpleNamespace(
         digests=digests,
         error=error,
-        bytes_read=sum(read) + record.bytes_read,
+        bytes_read=sum(read) + journal.bytes_read,
         bytes_got=sum(got),
     )
 

@@ -163,7 +163,7 @@ class TestDeclaration(CustomTestCase):
             with (
                 mock.patch.dict(os.environ, host_table_env("per_rank")),
                 get_context().override_server_args(),
-                fake_gpu() as record,
+                fake_gpu() as journal,
             ):
                 failure = None
                 try:
@@ -171,7 +171,7 @@ class TestDeclaration(CustomTestCase):
                 except ValueError as error:
                     failure = str(error)
             self.assertIsNone(failure)
-            streamed = {name for call in record.calls for name in call.files}
+            streamed = {name for call in journal.calls for name in call.files}
             self.assertFalse([file for file in streamed if "engram" in file])
             expert = "layers.0.ffn.experts.1.w2.weight"
             pointer = manager.weight_pointer_map[expert]

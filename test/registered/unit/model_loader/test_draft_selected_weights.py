@@ -105,7 +105,7 @@ class SelectionCase(CustomTestCase):
         self.addCleanup(self.stack.close)
         self.folder = self.stack.enter_context(tempfile.TemporaryDirectory())
         self.stack.enter_context(get_context().override_server_args())
-        self.record = self.stack.enter_context(fake_gpu(free_memory=self.free_memory))
+        self.journal = self.stack.enter_context(fake_gpu(free_memory=self.free_memory))
 
     def write(self, unindexed=(), **shards):
         """Write shards; afterwards `self.content` has the draft's bytes by name."""
@@ -114,15 +114,15 @@ class SelectionCase(CustomTestCase):
 
     def load(self, model=None):
         model = model or Draft()
-        self.record.calls.clear()
+        self.journal.calls.clear()
         loader = DefaultModelLoader(LoadConfig(load_format="instanttensor"))
         weights = loader._get_all_weights(model_config_of(self.folder), model)
         with counted_reads() as reads:
             loaded = {name: tensor_bytes(tensor) for name, tensor in weights}
             return SimpleNamespace(
                 loaded=loaded,
-                nbytes=bytes_read(self.record, reads),
-                opened=[os.path.basename(f) for f in opened_files(self.record, reads)],
+                nbytes=bytes_read(self.journal, reads),
+                opened=[os.path.basename(f) for f in opened_files(self.journal, reads)],
             )
 
     def assert_reads_its_own(self, load, *, opened):
@@ -142,7 +142,7 @@ class SelectionCase(CustomTestCase):
             message = str(error)
         for text in texts:
             self.assertIn(text, message)
-        self.assertEqual(self.record.calls, [])
+        self.assertEqual(self.journal.calls, [])
 
 
 class TestWhatIsRead(SelectionCase):
@@ -151,7 +151,7 @@ class TestWhatIsRead(SelectionCase):
         # Turns red when a file without a wanted tensor is read beyond its header.
         self.write(draft=OWN, target=TARGET)
         self.assert_reads_its_own(self.load(), opened=["draft"])
-        self.assertEqual(len(self.record.calls), 1)
+        self.assertEqual(len(self.journal.calls), 1)
 
     @pytest.mark.feature
     def test_mixed_shards_are_read_by_the_drafts_bytes_alone(self):
@@ -162,7 +162,7 @@ class TestWhatIsRead(SelectionCase):
             a={n: both[n] for n in names[::2]}, b={n: both[n] for n in names[1::2]}
         )
         self.assert_reads_its_own(self.load(), opened=["a", "b"])
-        self.assertEqual(self.record.calls, [])
+        self.assertEqual(self.journal.calls, [])
 
     @pytest.mark.feature
     def test_system_counts_no_more_bytes_than_we_do(self):
@@ -279,7 +279,7 @@ class TestLastFivePercent(SelectionCase):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.assert_reads_its_own(self.load(), opened=["draft"])
-        (call,) = self.record.calls
+        (call,) = self.journal.calls
         ring = call.kwargs.get("io_depth", 512) * (8 << 20)
         self.assertLessEqual(ring, 32 << 20)
 

@@ -53,13 +53,13 @@ HUGE = engram.EngramLayout(
 
 def build(layout=LAYOUT):
     """Build every Engram layer; how many tables were registered, or the refusal."""
-    with fake_gpu() as record:
+    with fake_gpu() as journal:
         try:
             for layer_id in layout.layer_ids:
                 engram.Engram(MODEL_CONFIG, layer_id, layout)
         except ValueError as error:
-            return f"{error} [{len(record.host_registrations)} tables]"
-    return len(record.host_registrations)
+            return f"{error} [{len(journal.host_registrations)} tables]"
+    return len(journal.host_registrations)
 
 
 def build_with(free_bytes):

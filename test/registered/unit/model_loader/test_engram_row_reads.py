@@ -56,13 +56,14 @@ def sourced(path, tensors):
     """Zeros in the shape of each tensor, with the file's rows behind them."""
     weights = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     try:
-        from sglang.srt.model_loader.loadplan import SafetensorsRowSource, read_header
-        from sglang.srt.model_loader.loadplan.read import OpenFile
+        from sglang.srt.model_loader.loadplan.header import read_header
+        from sglang.srt.model_loader.loadplan.read import OpenFile, SafetensorsRowSource
     except ImportError:
         return weights  # An engine without row sources copies the zeros.
-    for header in read_header(str(path)).tensors:
-        source = SafetensorsRowSource(OpenFile(str(path)), header)
-        weights[header.name].row_source = source
+    file = read_header(str(path))
+    for tensor in file.tensors:
+        source = SafetensorsRowSource(OpenFile(file), tensor)
+        weights[tensor.name].row_source = source
     return weights
 
 
@@ -134,7 +135,7 @@ def stream_on_rank(rank, tp_size, folder, free_memory):
         return read[-1]
 
     with (
-        fake_gpu(free_memory=free_memory) as record,
+        fake_gpu(free_memory=free_memory) as journal,
         fake_peer_shards(),
         mock.patch.object(os, "preadv", counted),
     ):
@@ -151,7 +152,7 @@ def stream_on_rank(rank, tp_size, folder, free_memory):
     return SimpleNamespace(
         rows=(table.row_start, table.rows),
         peer=table.peer is not None,
-        on_device=[name for name, t in weights.items() if record.on_device(t)],
+        on_device=[name for name, t in weights.items() if journal.on_device(t)],
         mapped=mapped_bytes(folder),
         read=sum(read),
         content={name: tensor_bytes(getattr(table, name)) for name in PARTS},

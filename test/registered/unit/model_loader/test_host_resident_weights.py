@@ -1,7 +1,7 @@
 """Host-resident weights under --load-format instanttensor.
 
 The released DefaultModelLoader runs over small checkpoints; InstantTensor and the
-device are fakes that keep a record of what reached them.
+device are fakes that keep a journal of what reached them.
 """
 
 import json
@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from loadplan.standin.gpu import Record, fake_gpu
+from loadplan.standin.gpu import Journal, fake_gpu
 from loadplan.standin.mapped import mapped_bytes
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_executor.model_runner_components.weight_updater import (
@@ -78,7 +78,7 @@ class Load(msgspec.Struct, kw_only=True):
     """What one load yielded and what reached InstantTensor and the device."""
 
     pairs: list
-    record: Record
+    journal: Journal
 
     @property
     def names(self):
@@ -86,11 +86,11 @@ class Load(msgspec.Struct, kw_only=True):
 
     @property
     def on_device(self):
-        return {name for name, tensor in self.pairs if self.record.on_device(tensor)}
+        return {name for name, tensor in self.pairs if self.journal.on_device(tensor)}
 
     @property
     def streamed_files(self):
-        return [os.path.basename(f) for call in self.record.calls for f in call.files]
+        return [os.path.basename(f) for call in self.journal.calls for f in call.files]
 
 
 class LoaderCase(CustomTestCase):
@@ -100,7 +100,7 @@ class LoaderCase(CustomTestCase):
         self.addCleanup(self.stack.close)
         self.folder = self.stack.enter_context(tempfile.TemporaryDirectory())
         self.stack.enter_context(get_context().override_server_args())
-        self.record = self.stack.enter_context(fake_gpu())
+        self.journal = self.stack.enter_context(fake_gpu())
 
     def write(self, **files):
         """Write shards of (name, ...) lists of the table above, and an index."""
@@ -127,7 +127,7 @@ class LoaderCase(CustomTestCase):
         loader = loader or self.loader()
         config = model_config or self.model_config()
         pairs = list(loader._get_all_weights(config, model))
-        return Load(pairs=pairs, record=self.record)
+        return Load(pairs=pairs, journal=self.journal)
 
     def assert_exact(self, load, expected):
         self.assertEqual(sorted(load.names), sorted(expected))
@@ -190,7 +190,7 @@ class TestHostResidentWeights(LoaderCase):
         expected = self.write(a=[TABLE, SCALE])
         load = self.load(Declaring(PATTERNS))
         self.assert_exact(load, expected)
-        self.assertEqual((load.on_device, self.record.calls), (set(), []))
+        self.assertEqual((load.on_device, self.journal.calls), (set(), []))
 
     @pytest.mark.guard(mutation="the branch hands over another file list or options")
     def test_nothing_declared_is_one_stock_call(self):
@@ -202,7 +202,7 @@ class TestHostResidentWeights(LoaderCase):
         )
         self.assert_exact(load, expected)
         self.assertEqual(load.on_device, set(expected))
-        (call,) = self.record.calls
+        (call,) = self.journal.calls
         self.assertEqual(
             list(call.files),
             [f"{self.folder}/a.safetensors", f"{self.folder}/b.safetensors"],
@@ -255,7 +255,7 @@ class TestHostResidentWeights(LoaderCase):
             load = self.load(Declaring(PATTERNS))
         self.assert_exact(load, expected)
         self.assertEqual(load.on_device, set(expected))
-        self.assertEqual(len(self.record.calls), 1)
+        self.assertEqual(len(self.journal.calls), 1)
 
     @pytest.mark.guard(mutation="the plan is made for every load format")
     def test_other_load_formats_are_untouched(self):
@@ -263,7 +263,7 @@ class TestHostResidentWeights(LoaderCase):
         expected = self.write(a=[DENSE], b=[TABLE, SCALE, GATE])
         load = self.load(Declaring(PATTERNS), loader=self.loader("safetensors"))
         self.assert_exact(load, expected)
-        self.assertEqual((load.on_device, self.record.calls), (set(), []))
+        self.assertEqual((load.on_device, self.journal.calls), (set(), []))
         self.assertFalse(any(hasattr(t, "row_source") for _, t in load.pairs))
 
 
@@ -306,7 +306,7 @@ class TestRefusals(LoaderCase):
                     self.load(Declaring(None), loader=loader)
                 self.assertIn(option, str(caught.exception))
                 self.assertIn("--model-loader-extra-config", str(caught.exception))
-        self.assertEqual(self.record.calls, [])
+        self.assertEqual(self.journal.calls, [])
 
     @pytest.mark.feature
     def test_table_on_the_host_that_nobody_declares_is_refused(self):
@@ -321,7 +321,7 @@ class TestRefusals(LoaderCase):
                 message = str(error)
         self.assertIn("layers.1.engram.embed.", message)
         self.assertIn("host_resident_weight_patterns", message)
-        self.assertEqual(self.record.calls, [])
+        self.assertEqual(self.journal.calls, [])
 
 
 class TestEveryWayIn(LoaderCase):
@@ -334,7 +334,7 @@ class TestEveryWayIn(LoaderCase):
         source = DefaultModelLoader.Source(self.folder, None, prefix="target.")
         source.host_resident_weight_patterns = ("layers.1.engram.embed.",)
         pairs = list(self.loader()._get_weights_iterator(source))
-        load = Load(pairs=pairs, record=self.record)
+        load = Load(pairs=pairs, journal=self.journal)
         self.assert_exact(load, {f"target.{n}": v for n, v in expected.items()})
         self.assertEqual(load.on_device, {f"target.{DENSE}"})
 
@@ -399,7 +399,7 @@ class TestEveryWayIn(LoaderCase):
                 resolved.source, resolved_source=resolved, startup_prefetch_started=True
             )
         )
-        load = Load(pairs=pairs, record=self.record)
+        load = Load(pairs=pairs, journal=self.journal)
         self.assert_exact(load, expected)
         self.assertEqual(load.on_device, {DENSE})
 
@@ -425,7 +425,7 @@ class TestEveryWayIn(LoaderCase):
         )
         done, message = updater.update_weights_from_disk(self.folder, "instanttensor")
         self.assertTrue(done, message)
-        load = Load(pairs=list(arrived.items()), record=self.record)
+        load = Load(pairs=list(arrived.items()), journal=self.journal)
         self.assert_exact(load, expected)
         self.assertEqual(load.on_device, {DENSE})
 
@@ -449,12 +449,12 @@ class TestEveryWayIn(LoaderCase):
                 allow_patterns_overrides=["vision_encoder/*.safetensors"],
             ),
         ):
-            self.record.calls.clear()
+            self.journal.calls.clear()
             pairs = list(self.loader()._get_weights_iterator(source))
-            load = Load(pairs=pairs, record=self.record)
+            load = Load(pairs=pairs, journal=self.journal)
             self.assert_exact(load, expected)
             self.assertEqual(load.on_device, set(expected))
-            self.assertEqual(len(self.record.calls), 1)
+            self.assertEqual(len(self.journal.calls), 1)
 
 
 if __name__ == "__main__":

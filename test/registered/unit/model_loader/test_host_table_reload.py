@@ -68,18 +68,18 @@ def reload_on_rank(rank, tp_size, served, reloads, config, damaged):
         addresses = {name: p.data_ptr() for name, p in parameters}
         return SimpleNamespace(digests=parameter_digests(model), addresses=addresses)
 
-    with fake_gpu() as record, mock.patch.object(os, "preadv", failing):
+    with fake_gpu() as journal, mock.patch.object(os, "preadv", failing):
         loader = DefaultModelLoader(LoadConfig(load_format="instanttensor"))
         weights = loader._get_all_weights(model_config, model)
         loader.load_weights_and_postprocess(model, weights, torch.device("cpu"))
         states = [state()]
-        record.calls.clear()
+        journal.calls.clear()
         for folder, load_format in reloads:
             done, message = updater.update_weights_from_disk(folder, load_format)
             states.append(state())
             states[-1].done, states[-1].message = done, message
             states[-1].path = model_config.model_path
-    return SimpleNamespace(states=states, calls=[call.kwargs for call in record.calls])
+    return SimpleNamespace(states=states, calls=[call.kwargs for call in journal.calls])
 
 
 class TestReload(CustomTestCase):

@@ -75,7 +75,7 @@ class OddCase(CustomTestCase):
         self.addCleanup(stack.close)
         self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(get_context().override_server_args())
-        self.record = stack.enter_context(fake_gpu(free_memory=self.free_memory))
+        self.journal = stack.enter_context(fake_gpu(free_memory=self.free_memory))
 
     def shard(self, name, tensors=PLAIN, **kwargs):
         return write_shard(self.folder / f"{name}.safetensors", tensors, **kwargs)
@@ -87,7 +87,7 @@ class OddCase(CustomTestCase):
     def clear(self):
         for path in self.folder.iterdir():
             path.unlink()
-        self.record.calls.clear()
+        self.journal.calls.clear()
 
     def weights(self):
         loader = DefaultModelLoader(LoadConfig(load_format="instanttensor"))
@@ -106,7 +106,7 @@ class OddCase(CustomTestCase):
         self.assertEqual({name: raw(tensor) for name, tensor in pairs}, expected)
         if on_device:
             for name, tensor in pairs:
-                self.assertTrue(self.record.on_device(tensor), name)
+                self.assertTrue(self.journal.on_device(tensor), name)
 
     def assert_refused(self, *texts):
         message = "nothing was raised"
@@ -116,7 +116,7 @@ class OddCase(CustomTestCase):
             message = str(error)
         for text in texts:
             self.assertIn(text, message)
-        self.assertEqual(self.record.calls, [])
+        self.assertEqual(self.journal.calls, [])
 
 
 class TestRightBytes(OddCase):
@@ -175,7 +175,7 @@ class TestRightBytes(OddCase):
         path = self.shard("a")
         (self.folder / "b.safetensors").symlink_to(path)
         self.assert_loads(official(path))
-        self.assertEqual(len(self.record.calls[0].files), 1)
+        self.assertEqual(len(self.journal.calls[0].files), 1)
 
     @pytest.mark.guard(mutation="the file behind a link must be called .safetensors")
     def test_link_of_a_hub_cache_counts_by_its_own_name(self):
@@ -329,7 +329,7 @@ class TestLittleMemory(OddCase):
         # streamed, which the library refuses.
         table = self.shard("table", [("table", "U8", (3 << 20,)), ("x", "U8", (8,))])
         self.assert_loads(official(table), on_device=False)
-        placed = {n: self.record.on_device(t) for n, t in self.weights()}
+        placed = {n: self.journal.on_device(t) for n, t in self.weights()}
         self.assertEqual(placed, {"table": False, "x": True})
 
 
@@ -338,7 +338,7 @@ class TestMuchMemory(OddCase):
     def test_small_load_asks_for_a_small_ring(self):
         # The default ring is 4 GiB for 8 bytes; red when it is asked for again.
         self.assert_loads(official(self.shard("m")))
-        (call,) = self.record.calls
+        (call,) = self.journal.calls
         self.assertLessEqual(call.kwargs.get("io_depth", 512), 3)
         self.assertEqual(set(call.kwargs) - {"io_depth"}, {"copy"})
 

@@ -378,12 +378,12 @@ def load_rank(
     model = tiny_model(config, model_class)
     loader = DefaultModelLoader(LoadConfig(load_format=load_format))
     names, on_host = [], []
-    with fake_gpu() as record:
+    with fake_gpu() as journal:
 
         def noted(weights):
             for name, tensor in weights:
                 names.append(name)
-                if not record.on_device(tensor):
+                if not journal.on_device(tensor):
                     on_host.append(name)
                 yield name, tensor
 
@@ -400,7 +400,7 @@ def load_rank(
     return SimpleNamespace(
         names=sorted(names),
         on_host=sorted(on_host),
-        streamed={os.path.basename(f) for call in record.calls for f in call.files},
+        streamed={os.path.basename(f) for call in journal.calls for f in call.files},
         tables=tables,
         digests=parameter_digests(model),
     )

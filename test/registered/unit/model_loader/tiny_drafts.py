@@ -32,7 +32,7 @@ from tiny_deepseek_v41 import (
 from torch import nn
 from transformers import DeepseekV3Config, PretrainedConfig
 
-from loadplan.standin.gpu import Record, fake_gpu
+from loadplan.standin.gpu import Journal, fake_gpu
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.models import deepseek_v4
@@ -222,16 +222,16 @@ def counted_reads() -> Iterator[list[tuple[str, int]]]:
         yield reads
 
 
-def bytes_read(record: Record, reads: list[tuple[str, int]]) -> int:
+def bytes_read(journal: Journal, reads: list[tuple[str, int]]) -> int:
     """Payload bytes of positioned reads and of files that were streamed whole."""
-    streamed = [path for call in record.calls for path in call.files]
+    streamed = [path for call in journal.calls for path in call.files]
     whole = sum(os.path.getsize(path) - header_bytes(path) for path in streamed)
     return whole + sum(nbytes for _, nbytes in reads)
 
 
-def opened_files(record: Record, reads: list[tuple[str, int]]) -> list[str]:
+def opened_files(journal: Journal, reads: list[tuple[str, int]]) -> list[str]:
     """The files of which more than the header was read."""
-    streamed = [path for call in record.calls for path in call.files]
+    streamed = [path for call in journal.calls for path in call.files]
     return sorted({*streamed, *(path for path, _ in reads)})
 
 
@@ -299,14 +299,14 @@ def _load_draft(
             names.append(name)
             yield name, tensor
 
-    with changed_rule(change), fake_gpu() as record, counted_reads() as reads:
+    with changed_rule(change), fake_gpu() as journal, counted_reads() as reads:
         weights = noted(engine._get_all_weights(model_config_of(folder), model))
         engine.load_weights_only(model, weights, torch.device("cpu"))
-        nbytes = bytes_read(record, reads)
+        nbytes = bytes_read(journal, reads)
     return SimpleNamespace(
         names=sorted(names),
         nbytes=nbytes,
-        opened=opened_files(record, reads),
+        opened=opened_files(journal, reads),
         digests=parameter_digests(model),
         unset={
             name

@@ -36,7 +36,7 @@ class HostRegistration:
     error: int
 
 
-class Record:
+class Journal:
     """What a load did: calls, yielded names, host registrations, device storages.
 
     ``bytes_read`` is what the stub read of tensors; ranks of a group share them.
@@ -59,7 +59,7 @@ class Record:
         self.calls.append(Call(**fields))
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record the storage of `tensor` as device memory and return `tensor`."""
+        """Note the storage of `tensor` as device memory and return `tensor`."""
         reference = StorageWeakRef(tensor.untyped_storage())
         with self._lock:
             self._placed[reference.cdata] = reference
