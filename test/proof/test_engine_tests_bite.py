@@ -9,6 +9,7 @@ never depends on it. ``make killers`` writes it anew.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import re
@@ -55,17 +56,23 @@ def outcomes(
     return json.loads(written.read_text())
 
 
+def changed_lines(hunk: Hunk) -> tuple[list[str], list[str], int]:
+    """What a hunk takes, what it gives, and before how many lines that stood."""
+    old, new, first = list(hunk.old), list(hunk.new), hunk.start - 1
+    while old and new and old[0] == new[0]:
+        old, new, first = old[1:], new[1:], first + 1
+    while old and new and old[-1] == new[-1]:
+        old, new = old[:-1], new[:-1]
+    return old, new, first
+
+
 def without(text: str, hunk: Hunk) -> str:
     """``text``, the patched file, with the change of one hunk taken back.
 
     Later patches may have changed the lines around it, so that it is found by the lines
     that it changed, nearest to where it stood.
     """
-    old, new, first = list(hunk.old), list(hunk.new), hunk.start - 1
-    while old and new and old[0] == new[0]:
-        old, new, first = old[1:], new[1:], first + 1
-    while old and new and old[-1] == new[-1]:
-        old, new = old[:-1], new[:-1]
+    old, new, first = changed_lines(hunk)
     assert new, "a hunk that only removes lines: find it by its context"
     lines = text.splitlines(keepends=True)
     places = [i for i in range(len(lines)) if lines[i : i + len(new)] == new]
@@ -132,6 +139,18 @@ def test_on_the_reverted_engine_features_fail_by_assertion_and_guards_pass(
     assert wrong == {}
 
 
+def find_hunk(engine: str, name: str, path: str, index: int) -> Hunk:
+    (patch,) = [p for p in read_series(TARGETS[engine].patches) if p.name == name]
+    return patch.hunks[path][index]
+
+
+def killer_key(engine: str, path: str, hunk: Hunk) -> str:
+    """Of what a hunk changes, so that it outlives a patch's name and split."""
+    old, new, _ = changed_lines(hunk)
+    digest = hashlib.sha256("".join([*old, "\0", *new]).encode()).hexdigest()
+    return f"{engine} {path} {digest[:12]}"
+
+
 def mutate(folder: Path, engine: str, name: str, path: str, index: int) -> Path:
     """A copy of the patched tree in ``folder`` without one hunk.
 
@@ -140,8 +159,7 @@ def mutate(folder: Path, engine: str, name: str, path: str, index: int) -> Path:
     target, tree = TARGETS[engine], folder / "tree"
     shutil.copytree(TREES / engine / "patched", tree, copy_function=os.link)
     file = tree / path.removeprefix(target.prefix)
-    (patch,) = [p for p in read_series(target.patches) if p.name == name]
-    text = without(file.read_text(), patch.hunks[path][index])
+    text = without(file.read_text(), find_hunk(engine, name, path, index))
     file.unlink()
     file.write_text(text)
     for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
@@ -158,7 +176,7 @@ def failure(result: subprocess.CompletedProcess) -> str | None:
     broken = result.returncode in (1, 2) and "ERROR collecting" in result.stdout
     if not (failed or broken):
         return None
-    line = re.compile(r"^(?:FAILED|ERROR|SUBFAILED\(.*\)) (test/\S+)", re.MULTILINE)
+    line = re.compile(r"^(?:FAILED|ERROR|SUBFAILED.*?) (test/\S+)", re.MULTILINE)
     named = line.search(result.stdout)
     assert named, result.stdout
     return named[1]
@@ -174,22 +192,22 @@ def test_without_one_hunk_an_engine_test_fails(
     (patch,) = [p for p in read_series(target.patches) if p.name == name]
     named = patch.tests
     others = [test for test in all_tests(target) if test not in named]
-    hunk = f"{engine} {name} {path} {index}"
-    killer = KILLERS.get(hunk)
+    key = killer_key(engine, path, patch.hunks[path][index])
+    killer = KILLERS.get(key)
     rounds = [[killer]] if killer else []
     for tests in (*rounds, named, others):
         result = run_tests(tree, tests, "-x")
         if found := failure(result):
-            record_killer(hunk, found)
+            record_killer(key, found)
             return
-    pytest.fail(f"{hunk}: nothing fails without it\n{result.stdout[-2000:]}")
+    pytest.fail(f"{name} {path} {index}: no test needs it\n{result.stdout[-2000:]}")
 
 
-def record_killer(hunk: str, test: str) -> None:
+def record_killer(key: str, test: str) -> None:
     """Add a line to the file that ``make killers`` asks for."""
     if file := os.environ.get("LOADPLAN_KILLERS"):
         with Path(file).open("a") as lines:
-            lines.write(json.dumps({hunk: test}) + "\n")
+            lines.write(json.dumps({key: test}) + "\n")
 
 
 @pytest.mark.parametrize("engine", TARGETS)
@@ -201,7 +219,8 @@ def test_fork_and_fresh_process_agree(tmp_path: Path, engine: str) -> None:
     mine = [hunk for hunk in hunks() if hunk[0] == engine]
     hunk = mine[datetime.date.today().toordinal() % len(mine)]
     tree = mutate(tmp_path, *hunk)
-    killer = KILLERS.get(" ".join(map(str, hunk)), all_tests(TARGETS[engine])[0])
+    key = killer_key(engine, hunk[2], find_hunk(*hunk))
+    killer = KILLERS.get(key, all_tests(TARGETS[engine])[0])
     tests = [killer.partition("::")[0]]
     forked = outcomes(tree, tests, tmp_path / "forked.json")
     fresh = outcomes(tree, tests, tmp_path / "fresh.json", fresh=True)
