@@ -283,6 +283,12 @@ def _tensor(path: str, name: str, entry: dict, start: int) -> TensorHeader:
 
 
 def is_in_memory(path: str) -> bool:
+    """Whether the file at ``path`` lies on tmpfs or ramfs."""
+    return file_system(path) in _IN_MEMORY_FILE_SYSTEMS
+
+
+def file_system(path: str) -> int:
+    """The type of the file system that holds ``path``: f_type of statfs(2)."""
     # os.statvfs does not tell the type; it is the first word of struct statfs, which
     # is 120 bytes on the 64-bit Linux machines that GPUs sit in.
     buffer = (ctypes.c_long * 32)()
@@ -290,4 +296,4 @@ def is_in_memory(path: str) -> bool:
     if libc.statfs(os.fsencode(path), buffer) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error), path)
-    return buffer[0] & 0xFFFFFFFF in _IN_MEMORY_FILE_SYSTEMS
+    return buffer[0] & 0xFFFFFFFF

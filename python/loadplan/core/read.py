@@ -17,6 +17,7 @@ from .header import (
     LoadPlanError,
     ShortFileError,
     TensorHeader,
+    file_system,
     is_in_memory,
 )
 from .plan import PlannedTensor
@@ -33,6 +34,31 @@ _FEWEST_THREADS = 4
 # On a disk of 2 GB/s such reads were 10 % slower than the best way that was measured:
 # many short ones break the kernel's readahead.
 _DISK_CHUNK_BYTES = 64 << 20
+
+
+# statfs(2) f_type of file systems whose files another machine may cut short, or that
+# fail where they are mapped: NFS, SMB, SMB2, CIFS, AFS, Coda, Ceph, Lustre, GPFS,
+# BeeGFS, 9p and FUSE.
+_REMOTE_FILE_SYSTEMS = frozenset(
+    (
+        0x6969,
+        0x517B,
+        0xFE534D42,
+        0xFF534D42,
+        0x5346414F,
+        0x73757245,
+        0x00C36400,
+        0x0BD00BD0,
+        0x47504653,
+        0x19830326,
+        0x01021997,
+        0x65735546,
+    )
+)
+
+# On these a larger tensor is still mapped: it is a table, of which a weight loader
+# reads rows, and a copy of it would take its size twice.
+_MOST_COPIED_BYTES = 1 << 30
 
 
 class OpenFile:
@@ -76,6 +102,11 @@ class OpenFile:
             return self._header.in_memory
         # By the descriptor: the name may be gone by now.
         return is_in_memory(f"/proc/self/fd/{self._fd}")
+
+    @functools.cached_property
+    def is_remote(self) -> bool:
+        """Whether a page of it, once mapped, may be gone when it is touched."""
+        return file_system(f"/proc/self/fd/{self._fd}") in _REMOTE_FILE_SYSTEMS
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill ``buffer`` (bytes) from ``offset`` on; complete when it returns.
@@ -239,7 +270,9 @@ def host_tensors(
     """Yield each tensor as a CPU tensor over the mapped file; no payload is read.
 
     One whose name is ``copied`` is read into anonymous memory instead, so that its
-    consumer touches no mapped page. Either way the tensor is the consumer's to write,
+    consumer touches no mapped page, and so is all but the largest where the file system
+    is not of this machine: a mapped page of a file that has become shorter is a SIGBUS.
+    Either way the tensor is the consumer's to write,
     the file never changes. One that has rows carries its ``SafetensorsRowSource`` as
     ``row_source``, so that a weight loader can read just the rows it owns.
 
@@ -251,7 +284,8 @@ def host_tensors(
         header = entry.tensor
         if file is None or file.path != entry.file.path:
             file, mapped = OpenFile(entry.file, threads), None
-        if not header.nbytes or copied(header.name):
+        small = header.nbytes <= _MOST_COPIED_BYTES
+        if not header.nbytes or copied(header.name) or (small and file.is_remote):
             raw = torch.empty(header.nbytes, dtype=torch.uint8, device="cpu")
             _read_in_pool(file, bytes_of(raw), header.begin)
         else:

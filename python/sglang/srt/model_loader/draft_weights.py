@@ -194,12 +194,20 @@ def loader_extra_config(draft_load_format: Optional[str]) -> Any:
 
 
 def _sample(param: torch.Tensor) -> bytes:
-    """Bytes from all over `param`; an odd step meets every byte of a value."""
+    """Bytes from all over `param`; an odd step meets every byte of a value.
+
+    None of one without plain memory of its own (expanded, sparse, a subclass): this
+    only watches a load and must not end it.
+    """
     if param.is_meta:
         return b""
-    memory = param.data.as_strided((param.numel(),), (1,)).view(torch.uint8)
-    sample = memory[:: memory.numel() // _SAMPLED_BYTES | 1]
-    return sample.cpu().numpy().tobytes()
+    try:
+        memory = param.data.as_strided((param.numel(),), (1,)).view(torch.uint8)
+        sample = memory[:: memory.numel() // _SAMPLED_BYTES | 1]
+        return sample.cpu().numpy().tobytes()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        logger.debug("Not watched: %s", error)
+        return b""
 
 
 def _name_of(wanted: WantedWeight) -> str:
