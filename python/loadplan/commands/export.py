@@ -36,7 +36,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from loadplan.engines import export
 
     target = targets.find_target(arguments.engine)
-    commits = export.write_export(target, arguments.out)
+    with common.writing("--out", arguments.out, "name another folder"):
+        commits = export.write_export(target, arguments.out)
     print(f"Added production lines, for {target.name} {target.version}:")
     print(f"  {'hunks':>5} {'glue':>5} {'core':>5}")
     for commit in commits:

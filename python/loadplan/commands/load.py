@@ -6,12 +6,13 @@ import argparse
 import collections
 import dataclasses
 import json
+import shlex
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadplan.commands import common
+from loadplan.commands import common, terminal
 from loadplan.engines import apply, targets
 from loadplan.engines.apply import FileState
 from loadplan.errors import EngineError
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from loadplan.load.run import LoadReport
+
+# TokenSpeed's reason for a table, see loadplan.load.tokenspeed.
+_TAKEN_BY_MODEL = "Engram table"
 
 
 def add(commands: Any) -> None:
@@ -53,10 +57,11 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
-
+    from loadplan.checkpoint import config, placement, strangers
     from loadplan.load import run
 
+    strangers.check_folder(arguments.checkpoint)
+    config.read_config(arguments.checkpoint)
     run.check_checkpoint(arguments.checkpoint)
     target = targets.find_target(arguments.engine)
     if arguments.engine_dir is not None:
@@ -65,12 +70,18 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         root = common.locate(arguments.engine, None)[1]
     if set(apply.file_states(target, root).values()) != {FileState.PATCHED}:
+        again = target.name
+        if arguments.engine_dir is not None:
+            again += f" --target {shlex.quote(str(arguments.engine_dir))}"
         raise EngineError(
             f"{root}: {target.name} is not patched, or not wholly; "
-            f"'loadplan apply {target.name}' does that"
+            f"'loadplan apply {again}' does that"
         )
-    console = Console(quiet=arguments.json)
-    with common.progress_bar() as progress:
+    if target.name != "sglang":
+        # SGLang's own check is the better one; the others' is of the keys alone.
+        placement.parse_placement(arguments.engram_config, nodes=1)
+    console = terminal.console(quiet=arguments.json, file=sys.stdout)
+    with common.progress_bar() as progress, terminal.engine_output():
         steps = _Bar(progress, f"opening {target.name}")
         with run.open_engine(
             target.name, arguments.checkpoint, engram_config=arguments.engram_config
@@ -78,9 +89,7 @@ def _run(arguments: argparse.Namespace) -> int:
             steps.begin("planning", 0)
             reader = _reader()
             plan = engine.plan()
-            console.print(f"InstantTensor: {reader}")
-            console.print(f"Engram tables: {engine.tables()}")
-            console.print(_plan_table(plan))
+            tables = engine.tables()
             report = run.run_load(
                 engine,
                 plan,
@@ -89,6 +98,17 @@ def _run(arguments: argparse.Namespace) -> int:
                 compare=arguments.compare,
                 steps=steps,
             )
+    # All at once, behind the engine's log: a log goes on until the load has ended.
+    console.print(f"InstantTensor: {reader}")
+    console.print(f"Engram tables: {tables}", soft_wrap=True)
+    console.print(_plan_table(plan))
+    own = sum(entry.reason == _TAKEN_BY_MODEL for entry in plan.entries)
+    if own:
+        console.print(
+            f"{own} of these are tables that the model reads row by row itself; the "
+            "engine's log counts them as skipped.",
+            soft_wrap=True,
+        )
     if arguments.json:
         print(json.dumps(dataclasses.asdict(report), indent=2))
     else:
