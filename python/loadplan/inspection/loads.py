@@ -223,11 +223,8 @@ class _Loads:
             stream=stream_reader() == "instanttensor",
         )
         gpu = {"weights": weights, "limit": machine.gpu_memory}
-        host = {
-            "table_share": placement.host_share(machine.nodes),
-            "limit": machine.host_memory,
-        }
         ranks = machine.tp // machine.nodes
+        host = {"tp": machine.tp, "ranks": ranks, "limit": machine.host_memory}
         return plan, Load(
             what=what,
             routes={route.value: total for route, total in plan.totals().items()},
