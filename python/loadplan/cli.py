@@ -1,16 +1,27 @@
 """The ``loadplan`` command.
 
 Exit codes: 0 done, 1 an error, bytes that differ or a load that cannot work, 2 a wrong
-command line, 130 interrupted.
+command line, 130 interrupted, 129 and 143 ended by a signal, 141 nobody reads stdout.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import sys
 
-from loadplan.commands import doctor, drafter, export, inspect, load, patch, synth
+from loadplan.commands import (
+    doctor,
+    drafter,
+    endings,
+    export,
+    inspect,
+    load,
+    patch,
+    synth,
+    terminal,
+)
 from loadplan.suggest import did_you_mean
 
 _DESCRIPTION = """\
@@ -29,19 +40,53 @@ _COMMANDS = (patch, inspect, doctor, load, synth, drafter, export)
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    words = sys.argv[1:] if argv is None else argv
-    parser, commands = make_parser()
-    _check_words(words, parser, commands)
-    arguments = parser.parse_args(words)
     try:
-        return arguments.run(arguments)
+        with endings.signals_raise():
+            code = _run(sys.argv[1:] if argv is None else argv)
+            _flush()
+            return code
+    except SystemExit:
+        # argparse ends so, its help and the version printed.
+        with contextlib.suppress(OSError):
+            _flush()
+        if terminal.has_closed_pipe():
+            return terminal.leave_closed_pipe()
+        raise
+    except BrokenPipeError as error:
+        # An engine has pipes of its own, and that one of them broke is an error.
+        return (
+            terminal.leave_closed_pipe() if terminal.has_closed_pipe() else _fail(error)
+        )
+    except endings.Ended as ended:
+        print(f"ERROR ended by {ended.name}", file=sys.stderr)
+        return ended.code
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         # Ours and the engine's: their text is for the user, a traceback is a bug.
-        print(f"ERROR {error}", file=sys.stderr)
-        return 1
+        code = _fail(error)
+        with contextlib.suppress(OSError):
+            _flush()
+        return code
     except KeyboardInterrupt:
         print("ERROR interrupted", file=sys.stderr)
         return 130
+
+
+def _run(words: list[str]) -> int:
+    parser, commands = make_parser()
+    _check_words(words, parser, commands)
+    arguments = parser.parse_args(words)
+    return arguments.run(arguments)
+
+
+def _fail(error: Exception) -> int:
+    print(f"ERROR {error}", file=sys.stderr)
+    return 1
+
+
+def _flush() -> None:
+    """Write out what is printed: now its error can be told, at exit it cannot."""
+    if sys.stdout is not None and not sys.stdout.closed:
+        sys.stdout.flush()
 
 
 def make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

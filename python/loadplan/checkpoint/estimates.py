@@ -68,6 +68,18 @@ def share(tensor: TensorHeader, tp: int) -> int:
     return -(-tensor.nbytes // tp) if len(tensor.shape) > 1 else tensor.nbytes
 
 
+def table_on_host(table: TensorHeader, *, tp: int, ranks: int) -> int:
+    """Bytes of ``table`` on a host that has ``ranks`` of the group's ``tp`` ranks.
+
+    As the engine's own check counts, before it builds a table: each rank holds equal
+    rows, rounded up. A table that all ranks of a host share is made of the same parts.
+    """
+    rows = table.shape[0] if table.shape else 0
+    if not rows:
+        return table.nbytes
+    return ranks * -(-rows // tp) * (table.nbytes // rows)
+
+
 def budget(limit: int | None, weights: int) -> int | None:
     """What InstantTensor's ring may take once ``weights`` bytes are allocated."""
     return None if limit is None else ring_budget(max(limit - weights, 0), {})
@@ -171,21 +183,20 @@ def _gpu(
 def host(
     tables: Sequence[TensorHeader],
     *,
-    table_share: float,
+    tp: int,
+    ranks: int,
     buffers: int,
     limit: int | None,
 ) -> Memory:
-    """One host: its share of the tables, and ``buffers`` bytes of all its ranks."""
-    parts = {
-        TABLES: int(sum(tensor.nbytes for tensor in tables) * table_share),
-        BUFFERS: buffers,
-    }
+    """One host with ``ranks`` of ``tp`` ranks: tables, and ``buffers`` of all ranks."""
+    held = [table_on_host(table, tp=tp, ranks=ranks) for table in tables]
+    parts = {TABLES: sum(held), BUFFERS: buffers}
     breaks = problem = ""
     if limit is not None and sum(parts.values()) > limit:
         problem = f"the host needs {gib(sum(parts.values()))} and has {gib(limit)}"
         breaks, filled = "the read buffers", 0
-        for tensor in tables:
-            filled += int(tensor.nbytes * table_share)
+        for tensor, nbytes in zip(tables, held, strict=True):
+            filled += nbytes
             if filled > limit:
                 breaks = tensor.name
                 break

@@ -47,10 +47,6 @@ class Placement:
     def is_on_host(self, name: str) -> bool:
         return self.on_host and _TABLES in name
 
-    def host_share(self, nodes: int) -> float:
-        """The share of every table that one of ``nodes`` hosts holds."""
-        return 1.0 if self.replication == "per_node" else 1.0 / nodes
-
     def __str__(self) -> str:
         where = "on the GPUs, each holds its rows"
         if self.replication == "per_node":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,6 @@ from loadplan.commands import numbers
 from loadplan.engines import targets
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress
 
 DEFAULT_ENGRAM = '{"placement": "cpu"}'
@@ -87,11 +88,22 @@ def shown(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def console() -> Console:
-    """Where results go: words as they are, no colour where that is no terminal."""
-    from rich.console import Console
+@contextlib.contextmanager
+def writing(option: str, path: Path, way_out: str) -> Iterator[None]:
+    """Name the option behind ``path`` where writing there fails.
 
-    return Console(highlight=False, markup=False, emoji=False)
+    Raises:
+        LoadPlanError: an OSError, with the option and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        from loadplan.core.header import LoadPlanError
+
+        raise LoadPlanError(
+            f"{option}: {path}: cannot be written ({error.strerror or error}); "
+            f"{way_out}"
+        ) from error
 
 
 def locate(engine: str, folder: Path | None) -> tuple[targets.Target, Path]:

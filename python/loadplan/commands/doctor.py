@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadplan.commands import common, numbers
+from loadplan.commands import common, numbers, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
         ]
         print(json.dumps({"works": not failed, "findings": report}, indent=2))
     else:
-        _show(common.console(), findings)
+        _show(terminal.console(), findings)
     if failed:
         print(
             "ERROR the load cannot work here: "

@@ -36,7 +36,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from loadplan.engines import export
 
     target = targets.find_target(arguments.engine)
-    commits = export.write_export(target, arguments.out)
+    with common.writing("--out", arguments.out, "name another folder"):
+        commits = export.write_export(target, arguments.out)
     print(f"Added lines, for {target.name} {target.version}:")
     print(export.size_table(commits))
     heart = [commit for commit in commits if commit.name in target.limits.heart]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadplan.commands import common, numbers
+from loadplan.commands import common, numbers, terminal
 from loadplan.units import gib
 
 if TYPE_CHECKING:
@@ -90,9 +90,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_json(inspection), indent=2))
     else:
-        _show(common.console(), inspection)
+        _show(terminal.console(), inspection)
     if arguments.plot is not None:
-        plot.draw(inspection, arguments.plot)
+        with common.writing("--plot", arguments.plot, "name another file"):
+            plot.draw(inspection, arguments.plot)
         print(f"{arguments.plot}: drawn", file=sys.stderr)
     if inspection.verdict("plan") is False:
         print(

@@ -7,12 +7,13 @@ import collections
 import contextlib
 import dataclasses
 import json
+import shlex
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadplan.commands import common
+from loadplan.commands import common, terminal
 from loadplan.engines import targets
 from loadplan.engines.survey import FileState, file_states
 from loadplan.errors import EngineError
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
 
+    from loadplan.core.plan import LoadPlan
     from loadplan.load.report import LoadReport
+
+# TokenSpeed's reason for a table, see loadplan.load.tokenspeed.
+_TAKEN_BY_MODEL = "Engram table"
 
 
 def add(commands: Any) -> None:
@@ -60,8 +65,11 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from loadplan.checkpoint import config, placement, strangers
     from loadplan.load.engine import check_checkpoint
 
+    strangers.check_folder(arguments.checkpoint)
+    config.read_config(arguments.checkpoint)
     check_checkpoint(arguments.checkpoint)
     target = targets.find_target(arguments.engine)
     if arguments.engine_dir is not None:
@@ -70,24 +78,43 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         root = common.locate(arguments.engine, None)[1]
     if set(file_states(target, root).values()) != {FileState.PATCHED}:
+        again = target.name
+        if arguments.engine_dir is not None:
+            again += f" --target {shlex.quote(str(arguments.engine_dir))}"
         raise EngineError(
             f"{root}: {target.name} is not patched, or not wholly; "
-            f"'loadplan apply {target.name}' does that"
+            f"'loadplan apply {again}' does that"
         )
+    if target.name != "sglang":
+        # SGLang's own check is the better one; the others' is of the keys alone.
+        placement.parse_placement(arguments.engram_config, nodes=1)
     try:
-        return _show(arguments, _load(arguments, target.name))
+        outcome = _load(arguments, target.name)
+        return _show(arguments, outcome)
     finally:
         if arguments.log is not None and arguments.log.exists():
             sys.stdout.flush()
             print(f"What {target.name} printed: {arguments.log}", file=sys.stderr)
 
 
-def _show(arguments: argparse.Namespace, report: LoadReport) -> int:
-    """Print the report; the exit code."""
+def _show(arguments: argparse.Namespace, outcome: _Outcome) -> int:
+    """Print plan and report; the exit code."""
+    report = outcome.report
+    console = terminal.console(quiet=arguments.json, file=sys.stdout)
+    console.print(f"InstantTensor: {outcome.reader}")
+    console.print(f"Engram tables: {outcome.tables}", soft_wrap=True)
+    console.print(_plan_table(outcome.plan))
+    own = sum(entry.reason == _TAKEN_BY_MODEL for entry in outcome.plan.entries)
+    if own:
+        console.print(
+            f"{own} of these are tables that the model reads row by row itself; the "
+            "engine's log counts them as skipped.",
+            soft_wrap=True,
+        )
     if arguments.json:
         print(json.dumps(dataclasses.asdict(report), indent=2))
     else:
-        _print_report(_console(), report)
+        _print_report(console, report)
     if report.wrong:
         print(
             f"ERROR {len(report.wrong)} tensor(s) or file(s) differ from "
@@ -101,29 +128,37 @@ def _show(arguments: argparse.Namespace, report: LoadReport) -> int:
     return 0
 
 
-def _load(arguments: argparse.Namespace, name: str) -> LoadReport:
-    """Show the plan, then load."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Outcome:
+    """A load that has ended, and what was known before it."""
+
+    reader: str
+    tables: str
+    plan: LoadPlan
+    report: LoadReport
+
+
+def _load(arguments: argparse.Namespace, name: str) -> _Outcome:
+    """Load; results come after it, since an engine's log goes on until then."""
     from loadplan.load import noise
     from loadplan.load.engine import open_engine
     from loadplan.load.run import run_load
 
-    console = _console(quiet=arguments.json)
     with common.progress_bar() as progress, contextlib.ExitStack() as stack:
         steps = _Bar(progress, f"opening {name}")
         if arguments.log is not None:
-            out, err = stack.enter_context(noise.kept_in(arguments.log))
-            console.file, progress.console.file = out, err
+            _, err = stack.enter_context(noise.kept_in(arguments.log))
+            progress.console.file = err
             stack.callback(setattr, progress.console, "file", None)
+        else:
+            stack.enter_context(terminal.engine_output())
         with open_engine(
             name, arguments.checkpoint, engram_config=arguments.engram_config
         ) as engine:
             steps.begin("planning", 0)
             reader = _reader()
-            plan = engine.plan()
-            console.print(f"InstantTensor: {reader}")
-            console.print(f"Engram tables: {engine.tables()}")
-            console.print(_plan_table(plan))
-            return run_load(
+            plan, tables = engine.plan(), engine.tables()
+            report = run_load(
                 engine,
                 plan,
                 arguments.checkpoint,
@@ -131,12 +166,7 @@ def _load(arguments: argparse.Namespace, name: str) -> LoadReport:
                 compare=arguments.compare,
                 steps=steps,
             )
-
-
-def _console(**options: Any) -> Console:
-    from rich.console import Console
-
-    return Console(**options)
+    return _Outcome(reader, tables, plan, report)
 
 
 class _Bar:

@@ -66,7 +66,10 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     shards = layout(options)
     total = sum(shard.nbytes for shard in shards)
-    with common.progress_bar() as progress:
+    with (
+        common.writing("OUT", arguments.out, "name another folder"),
+        common.progress_bar() as progress,
+    ):
         task = progress.add_task("Writing", total=total)
         synthesize(
             arguments.out,

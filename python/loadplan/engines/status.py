@@ -24,8 +24,12 @@ class Status:
     leftovers: tuple[str, ...]
 
 
-def status_of(target: Target, root: Path) -> Status:
-    """Explain what ``apply`` and ``revert`` would find; nothing is written."""
+def status_of(target: Target, root: Path, *, engine: str | None = None) -> Status:
+    """Explain what ``apply`` and ``revert`` would find; nothing is written.
+
+    ``engine`` is what commands in the advice name, None the engine alone.
+    """
+    engine = engine or target.name
     found = survey(target, root)
     states = set(found.states().values())
     stale = set(found.receipts) - {
@@ -34,7 +38,7 @@ def status_of(target: Target, root: Path) -> Status:
     leftovers = tree.leftovers(root, places(target, ()))
     leftovers += [receipt_path(target, name) for name in sorted(stale)]
     leftovers += found.foreign
-    back = f"'loadplan revert {target.name}' gives the release back"
+    back = f"'loadplan revert {engine}' gives the release back"
     if FileState.UNKNOWN in states or found.foreign:
         state = "unknown"
         advice = (
@@ -42,13 +46,13 @@ def status_of(target: Target, root: Path) -> Status:
             f"and revert stop at them; reinstall {target.name} {target.version}."
         )
     elif states == {FileState.PRISTINE}:
-        state, advice = "pristine", f"'loadplan apply {target.name}' patches it."
+        state, advice = "pristine", f"'loadplan apply {engine}' patches it."
     elif states == {FileState.PATCHED}:
         state, advice = "patched", f"{back}."
     else:
         state = "mixed"
         advice = (
             "A run was killed, or another version of loadplan patched it. "
-            f"'loadplan apply {target.name}' finishes it, {back}."
+            f"'loadplan apply {engine}' finishes it, {back}."
         )
     return Status(state, advice, found.states(), tuple(leftovers))

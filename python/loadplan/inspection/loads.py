@@ -218,11 +218,9 @@ class _Loads:
             wanted_weight=wanted_weight,
         )
         gpu = {"weights": weights, "limit": machine.gpu_memory}
-        host = {
-            "table_share": placement.host_share(machine.nodes),
-            "limit": machine.host_memory,
-        }
         buffers = machine.tp // machine.nodes * estimates.read_buffers(plan)
+        host_ranks = machine.tp // machine.nodes
+        host = {"tp": machine.tp, "ranks": host_ranks, "limit": machine.host_memory}
         return plan, Load(
             what=what,
             routes={route.value: total for route, total in plan.totals().items()},

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+import shlex
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import warm
+from engine_tree import make_tree
 
 from loadplan import cli
+from loadplan.commands import terminal
 
 ROOT = Path(__file__).parents[3]
 ENGINE = ROOT / "build" / "engines" / "sglang"
@@ -109,7 +116,7 @@ def test_checkpoint_that_is_not_ours_is_compared_with_official_safetensors(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("load", "nowhere"), "ERROR nowhere: no config.json"),
+        (("load", "nowhere"), "ERROR nowhere: no such folder or file"),
         (("apply", "llama"), "ERROR no patches for engine 'llama'"),
         (("status", "sglang", "--target", "nowhere"), "no package 'sglang'"),
         (("synth", "."), "ERROR"),
@@ -131,9 +138,8 @@ def test_load_on_a_pristine_engine_says_what_to_do(checkpoint: Path) -> None:
     """Red when an unpatched engine fails deep inside."""
     result = load(checkpoint, tree="pristine")
     assert result.returncode == 1
-    assert (
-        "sglang is not patched, or not wholly; 'loadplan apply sglang'" in result.stderr
-    )
+    apply = f"'loadplan apply sglang --target {ENGINE / 'pristine'}'"
+    assert f"sglang is not patched, or not wholly; {apply}" in result.stderr
 
 
 def test_bad_engram_config_is_the_engines_own_error(checkpoint: Path) -> None:
@@ -224,3 +230,129 @@ def test_words_after_two_dashes_are_no_options(
     """Red when a folder that is named like an option cannot be given."""
     assert cli.main(["inspect", "--", "--jsn"]) == 1
     assert "--jsn: no such folder or file" in capsys.readouterr().err
+
+
+# Where the words go
+
+
+def piped(*arguments: str | Path, reads: int) -> tuple[int, str]:
+    """Exit code and stderr of a command whose reader leaves after ``reads`` bytes."""
+    command = [sys.executable, "-m", "loadplan", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "python")}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.read(reads)
+        process.stdout.close()
+        error = process.stderr.read().decode()
+    return process.returncode, error
+
+
+@pytest.mark.parametrize("option", ["--json", "--draft=dspark", "--help"])
+@pytest.mark.parametrize("reads", [0, 1])
+def test_reader_that_leaves_ends_a_command_silently(
+    checkpoint: Path, option: str, reads: int
+) -> None:
+    """As head does; red when that is an error, or Python complains at its exit."""
+    code, error = piped("inspect", checkpoint, option, reads=reads)
+    assert error == ""
+    assert code in (0, 141)
+    assert reads or code == 141
+
+
+def test_broken_pipe_of_an_engine_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when a load that failed ends without a word."""
+
+    def fail(arguments: object) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(cli, "_run", fail)
+    assert cli.main(["inspect", "x"]) == 1
+    assert "ERROR [Errno 32] Broken pipe" in capsys.readouterr().err
+
+
+def test_engines_words_are_plain_and_apart_from_the_results(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Red when colours reach a file, or a log stands between the tables."""
+    with terminal.engine_output():
+        print("\x1b[38;20mblue\x1b[0m", file=sys.stderr)
+        print("\x1b]0;title\x07printed")
+        handler = logging.StreamHandler()
+        handler.emit(logging.makeLogRecord({"msg": "\x1b[1mlogged\x1b[m"}))
+    print("result")
+    output = capfd.readouterr()
+    assert output.out == "result\n"
+    assert output.err.split() == ["blue", "printed", "logged"]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("synth /proc/x/y --size 8M", "OUT: /proc/x/y: cannot be written"),
+        ("inspect {} --plot /proc/x.png", "--plot: /proc/x.png: cannot be written"),
+    ],
+)
+def test_output_that_cannot_be_written_names_its_option(
+    checkpoint: Path, words: str, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when the error is the system's alone."""
+    assert cli.main(words.format(checkpoint).split()) == 1
+    assert f"ERROR {option}" in capsys.readouterr().err
+
+
+# How it is told to end
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_cleans_up_as_an_interrupt_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    """A second one too; red when ``finally`` clauses do not run to their end."""
+    cleaned = []
+
+    def run(arguments: object) -> int:
+        try:
+            os.kill(os.getpid(), number)
+            signal.pause()
+        finally:
+            os.kill(os.getpid(), number)
+            cleaned.append(True)
+
+    monkeypatch.setattr(cli, "_run", run)
+    assert cli.main(["inspect", "x"]) == 128 + number
+    assert cleaned == [True]
+    assert f"ERROR ended by {signal.Signals(number).name}" in capsys.readouterr().err
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_signal_that_is_ignored_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nohup does; red when a load ends with its terminal all the same."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(cli, "_run", lambda words: os.kill(os.getpid(), 1) or 0)
+        assert cli.main(["inspect", "x"]) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# Next steps
+
+
+def test_next_steps_for_a_named_tree_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Red when a command that is printed lacks --target, or the name needs quotes."""
+    root = make_tree(tmp_path / "site packages")
+    for command, state in (("status", "pristine"), ("apply", None), ("status", None)):
+        assert cli.main([command, "sglang", "--target", str(root)]) == 0
+        output = capsys.readouterr().out
+        (step,) = re.findall("'loadplan ((?:apply|revert) .*)' ", output)
+        assert shlex.split(step)[1:] == ["sglang", "--target", str(root)]
+        if state is not None:
+            assert "  absent    sglang/srt/model_loader/loadplan/plan.py" in output
+            assert "  pristine  sglang/srt/model_loader/loader.py" in output
+    assert "absent" not in output
+    assert cli.main(shlex.split(step)) == 0

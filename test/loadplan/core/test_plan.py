@@ -214,6 +214,25 @@ def test_bare_string_as_patterns_is_refused() -> None:
         make_plan([header("a", ("x", "U8", (4,)))], host_resident_weight_patterns=".e.")
 
 
+@pytest.mark.parametrize("patterns", [("",), ("x", ""), (None,), (b"x",), b"x", (1,)])
+def test_pattern_that_is_none_is_refused(patterns: object) -> None:
+    """Red when "" keeps everything on the host, or bytes end in an AttributeError."""
+    with pytest.raises(LoadPlanError, match="host_resident_weight_patterns is"):
+        make_plan(
+            [header("a", ("x", "U8", (4,)))], host_resident_weight_patterns=patterns
+        )
+
+
+def test_unwanted_name_in_two_files_is_nobodys_concern() -> None:
+    """Two drafts' files share a name that this model drops; red when it is an error."""
+    files = [
+        header("a", ("x", "U8", (4,)), ("same", "U8", (4,))),
+        header("b", ("y", "U8", (4,)), ("same", "U8", (4,))),
+    ]
+    found = routes(files, wanted_weight=lambda name: name != "same")
+    assert found["a", "same"] is found["b", "same"] is Route.SKIP
+
+
 def test_pattern_is_a_substring_or_a_regular_expression() -> None:
     """Red when the letters of a substring count as an expression, or the reverse."""
     names = ["a.b", "axb", "t.1.weight", "t.x.weight", "t.1.weight_scale"]

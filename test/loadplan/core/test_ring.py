@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -93,3 +95,6 @@ def test_share_that_is_no_number_is_refused_by_its_name() -> None:
     """Red when a typing error ends in a bare ValueError."""
     with pytest.raises(LoadPlanError, match="max_free_mem_usage .* is 'half'"):
         ring_budget(GIB, {"max_free_mem_usage": "half"})
+    for share in (-1, 0, 2, math.nan, math.inf, "nan", "-0.5", [], True - 1):
+        with pytest.raises(LoadPlanError, match="above 0 and not above 1"):
+            ring_budget(GIB, {"max_free_mem_usage": share})

@@ -7,16 +7,20 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from files import write_shard
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 from loadplan.core.header import LoadPlanError, read_header
 from loadplan.core.loading import decide_routes, run_load
 from loadplan.core.plan import LoadPlan, Route
 from loadplan.core.read import OpenFile, SafetensorsRowSource, ShortFileError, bytes_of
+from loadplan.core.stream import flag
 from loadplan.standin.mapped import mapped_bytes
 
 CPU = torch.device("cpu")
@@ -296,3 +300,35 @@ def test_one_read_call_is_not_the_whole_tensor(tmp_path: Path) -> None:
     last = torch.empty(1, row, dtype=torch.uint8)
     source.read_rows_into(last, rows - 1)
     assert raw(last) == raw(dst[-1:])
+
+
+@pytest.mark.parametrize("value", ["1", "true", "YES", "on"])
+def test_switch_that_says_yes(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """Red when an engine takes one of these for a no."""
+    monkeypatch.setenv("LOADPLAN_DISABLE", value)
+    assert flag("LOADPLAN_DISABLE") is True
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "false", "No", "OFF"])
+def test_switch_that_says_no(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    """Red when a switch that is off turns something off."""
+    monkeypatch.delenv("LOADPLAN_DISABLE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("LOADPLAN_DISABLE", value)
+    assert flag("LOADPLAN_DISABLE") is False
+
+
+@given(st.text(st.characters(codec="ascii", exclude_categories=["Cc"])))
+def test_switch_is_used_or_refused_with_its_name_and_value(value: str) -> None:
+    """Red when any other word silently means one of the two."""
+    with mock.patch.dict(os.environ, LOADPLAN_DISABLE=value):
+        if value.lower() in ("1", "true", "yes", "on"):
+            assert flag("LOADPLAN_DISABLE")
+        elif value.lower() in ("", "0", "false", "no", "off"):
+            assert not flag("LOADPLAN_DISABLE")
+        else:
+            with pytest.raises(LoadPlanError) as caught:
+                flag("LOADPLAN_DISABLE")
+            assert f"LOADPLAN_DISABLE is {value!r}, expected" in str(caught.value)

@@ -320,6 +320,22 @@ def test_host_holds_its_share(tables: Path, config: str, nodes: int, held: int) 
     assert load.plan_host.parts[estimates.TABLES] == held * MIB
 
 
+@pytest.mark.parametrize(
+    ("tp", "nodes", "rows"), [(1, 1, 1000), (3, 1, 1002), (8, 2, 500), (7, 7, 143)]
+)
+def test_host_tables_are_counted_as_the_engine_counts_them(
+    tmp_path: Path, tp: int, nodes: int, rows: int
+) -> None:
+    """Each rank's rows are rounded up; red when inspect says yes and the engine no."""
+    write_shard(tmp_path / "a.safetensors", [(TABLE, "U8", (1000, 16))])
+    (load,) = look(tmp_path, tp=tp, nodes=nodes).loads
+    assert load.plan_host.parts[estimates.TABLES] == rows * 16
+    (load,) = look(tmp_path, tp=tp, nodes=nodes, host_memory=rows * 16 - 1).loads
+    assert load.stock_host.breaks == TABLE
+    (load,) = look(tmp_path, tp=tp, nodes=nodes, host_memory=rows * 16).loads
+    assert load.stock_host.fits is True
+
+
 def test_table_that_breaks_the_host_is_named_and_exit_code_is_1(
     tables: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -310,6 +310,18 @@ class TestUnwritten(SelectionCase):
         self.assertIn("['shared']", first[0])
         self.assertEqual(self.load_into(model), [])
 
+    @pytest.mark.feature
+    def test_parameters_without_plain_memory_do_not_end_the_load(self):
+        # Turns red when what only watches a load raises over one it cannot look at.
+        self.write(draft=OWN, target=TARGET)
+        model = Draft()
+        odd = torch.zeros(1, dtype=BF16).expand(512, 512)
+        model.tied = nn.Parameter(odd, requires_grad=False)
+        sparse = torch.sparse_coo_tensor([[0], [1]], [1.0], (512, 512))
+        model.sparse = nn.Parameter(sparse, requires_grad=False)
+        (line,) = self.load_into(model)
+        self.assertIn("['shared']", line)
+
     @pytest.mark.guard(mutation="every model is looked at")
     def test_model_that_declares_nothing_is_not_looked_at(self):
         # Turns red when a target that ties its head is warned of.
