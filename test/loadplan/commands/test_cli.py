@@ -170,6 +170,7 @@ OPTIONS = {
     "synth": "--engram-fraction --mixed-engram --no-draft --no-index --seed --shards "
     "--size",
     "export": "--out",
+    "drafter": "",
 }
 
 
