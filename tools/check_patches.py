@@ -203,7 +203,7 @@ def lint(target: Target, texts: dict[str, str]) -> Iterator[str]:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         files = sorted(path for path in texts if path.endswith(".py"))
-        for linter in target.linters:
+        for linter in target.rules.linters:
             result = subprocess.run(
                 [sys.executable, "-m", *shlex.split(linter), *files],
                 cwd=folder,

@@ -23,7 +23,9 @@ _FILE = "LOADPLAN_WARM_NAMES"
 def main() -> None:
     from loadplan.engines.targets import load_targets
 
-    folders = {target.name: [target.tests_folder] for target in load_targets().values()}
+    folders = {
+        target.name: [target.rules.tests_folder] for target in load_targets().values()
+    }
     folders["sglang"] += ["test/loadplan"]
     names: dict[str, None] = {}
     with tempfile.TemporaryDirectory() as scratch:

@@ -95,7 +95,7 @@ def hunks() -> list[tuple[str, str, str, int]]:
 def test_every_engine_test_belongs_to_a_patch(engine: str) -> None:
     """Red when a test file is in no patch's header."""
     target = TARGETS[engine]
-    present = (ROOT / target.tests_folder).rglob("test_*.py")
+    present = (ROOT / target.rules.tests_folder).rglob("test_*.py")
     files = {p.relative_to(ROOT).as_posix() for p in present}
     assert sorted(set(all_tests(target))) == sorted(files)
 

@@ -120,7 +120,7 @@ def test_git_am_makes_the_patched_engine(upstream: Upstream) -> None:
     for path in (*target.files, *target.new_files()):
         file = repository / target.upstream(path)
         ours = (patched / path).read_text()
-        header = target.licence_header
+        header = target.rules.licence_header
         licensed = ours if ours.startswith(header) else f"{header}\n\n{ours}"
         if path in target.files:
             assert file.read_text() == ours, path
@@ -133,11 +133,11 @@ def test_git_am_makes_the_patched_engine(upstream: Upstream) -> None:
     ]
     assert "Applies-To" not in git(repository, "log", "--format=%B", "base..series")
     signed = git(repository, "log", "--format=%(trailers)", "base..series")
-    assert ("Signed-off-by" in signed) == target.signed_off
-    folder = target.upstream_tests_folder
+    assert ("Signed-off-by" in signed) == target.rules.signed_off
+    folder = target.rules.upstream_tests_folder
     imports = git(
         repository, "grep", "-hE", "^(from|import) ", "series", "--", folder
-    ).replace(f"{target.helper_package}.gpu", "")
+    ).replace(f"{target.rules.helper_package}.gpu", "")
     assert "loadplan.standin" not in imports
 
 

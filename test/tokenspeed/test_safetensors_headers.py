@@ -1,23 +1,13 @@
 """What a safetensors file holds, told by its header alone."""
 
-import importlib
 import json
 import os
+import unittest
 
 import pytest
 import torch
 from safetensors.torch import save_file
-
-CORE = "tokenspeed.runtime.model_loader.loadplan"
-
-
-def core(module):
-    """A module of the core; that it is missing is a failure, not an error."""
-    try:
-        return importlib.import_module(f"{CORE}.{module}")
-    except ModuleNotFoundError as error:
-        pytest.fail(str(error))
-
+from small_tokenspeed_loads import SmallLoads
 
 TENSORS = {
     "x": torch.arange(6, dtype=torch.int16).view(2, 3),
@@ -26,59 +16,64 @@ TENSORS = {
 }
 
 
-class TestSafetensorsHeaders:
+class TestSafetensorsHeaders(SmallLoads):
+    def setUp(self):
+        super().setUp()
+        self.path = self.folder / "a.safetensors"
+        save_file(TENSORS, self.path)
+
+    def read(self):
+        return self.module("loadplan.header").read_header(str(self.path))
+
     @pytest.mark.feature
-    def test_ranges_are_the_bytes_of_official_safetensors(self, tmp_path):
+    def test_ranges_are_the_bytes_of_official_safetensors(self):
         # Turns red when a range, a dtype or a shape is another than the file's.
-        path = tmp_path / "a.safetensors"
-        save_file(TENSORS, path)
-        header = core("header").read_header(str(path))
-        whole = path.read_bytes()
+        whole = self.path.read_bytes()
         found = {
             t.name: (t.torch_dtype, t.torch_shape, whole[t.begin : t.end])
-            for t in header.tensors
+            for t in self.read().tensors
         }
         expected = {
             name: (t.dtype, tuple(t.shape), t.numpy().tobytes())
             for name, t in TENSORS.items()
         }
-        assert found == expected
+        self.assertEqual(found, expected)
 
     @pytest.mark.feature
-    def test_damaged_files_get_the_verdict_of_official_safetensors(self, tmp_path):
+    def test_damaged_files_get_the_verdict_of_official_safetensors(self):
         # Turns red when a short file, or one of something else, passes.
-        path = tmp_path / "a.safetensors"
-        save_file(TENSORS, path)
-        whole = path.read_bytes()
+        whole = self.path.read_bytes()
         for damaged in (whole[:-1], whole[:5], b"\0\x05\x16\x07" * 20):
-            path.write_bytes(damaged)
-            with pytest.raises(ValueError, match="refused by safetensors"):
-                core("header").read_header(str(path))
+            self.path.write_bytes(damaged)
+            with self.assertRaisesRegex(ValueError, "refused by safetensors"):
+                self.read()
 
     @pytest.mark.feature
-    def test_file_that_changed_since_is_told_by_its_header(self, tmp_path):
+    def test_file_that_changed_since_is_told_by_its_header(self):
         # Turns red when one of the same size may take a planned file's place.
-        path = tmp_path / "a.safetensors"
-        save_file(TENSORS, path)
-        header = core("header").read_header(str(path))
-        header.check_unchanged(os.stat(path))
-        other = tmp_path / "other"
-        other.write_bytes(path.read_bytes())
-        os.replace(other, path)
-        with pytest.raises(ValueError, match="changed while loading"):
-            header.check_unchanged(os.stat(path))
+        header = self.read()
+        header.check_unchanged(os.stat(self.path))
+        other = self.folder / "other"
+        other.write_bytes(self.path.read_bytes())
+        os.replace(other, self.path)
+        with self.assertRaisesRegex(ValueError, "changed while loading"):
+            header.check_unchanged(os.stat(self.path))
 
     @pytest.mark.feature
-    def test_index_opens_nothing_outside_the_checkpoint(self, tmp_path):
+    def test_index_opens_nothing_outside_the_checkpoint(self):
         # Turns red when an index that was downloaded chooses what is read, or a FIFO
         # in its place holds the load for ever.
-        header = core("header")
-        index = tmp_path / header.INDEX_NAME
+        header = self.module("loadplan.header")
+        index = self.folder / header.INDEX_NAME
         for shard in ("../a.safetensors", "/etc/passwd"):
             index.write_text(json.dumps({"weight_map": {"x": shard}}))
-            with pytest.raises(ValueError, match="inside the checkpoint's folder"):
-                header.read_index(str(tmp_path))
+            with self.assertRaisesRegex(ValueError, "inside the checkpoint's folder"):
+                header.read_index(str(self.folder))
         index.unlink()
         os.mkfifo(index)
-        with pytest.raises(ValueError, match="a FIFO"):
-            header.read_index(str(tmp_path))
+        with self.assertRaisesRegex(ValueError, "a FIFO"):
+            header.read_index(str(self.folder))
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -69,7 +69,7 @@ class SmallLoads:
         try:
             return importlib.import_module(f"{CORE}.{module}")
         except ModuleNotFoundError as error:
-            pytest.fail(str(error))
+            raise AssertionError(str(error)) from None
 
     def write(self, metadata=("format", "pt"), **files):
         """Write a shard of tensors for each keyword, and an index; the bytes by name.

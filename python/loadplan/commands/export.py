@@ -40,11 +40,11 @@ def _run(arguments: argparse.Namespace) -> int:
         commits = export.write_export(target, arguments.out)
     print(f"Added lines, for {target.name} {target.version}:")
     print(export.size_table(commits))
-    heart = [commit for commit in commits if commit.name in target.limits.heart]
+    heart = [commit for commit in commits if commit.name in target.rules.limits.heart]
     total = sum(commit.lines.hunks + commit.lines.glue for commit in heart)
     print(
         f"{' and '.join(commit.name for commit in heart)}: {total} lines of hunks and "
-        f"glue, below {target.limits.heart_lines}"
+        f"glue, below {target.rules.limits.heart_lines}"
     )
     print(f"{arguments.out}: {len(commits)} mails; 'git am {arguments.out}/*.patch'")
     return 0

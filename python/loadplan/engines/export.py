@@ -135,7 +135,7 @@ def mail(target: Target, commit: Commit, *, number: int, total: int) -> str:
     # The trailers behind it are this project's bookkeeping.
     body = body.partition("\nApplies-To: ")[0].strip()
     header = header.replace("[PATCH]", f"[PATCH {number}/{total}]")
-    if target.signed_off:
+    if target.rules.signed_off:
         body += f"\n\nSigned-off-by: {commit.patch.author}"
     return (
         f"{header}\n"
@@ -153,9 +153,9 @@ def _docs(target: Target, patch: Patch) -> dict[str, str]:
         name = PurePosixPath(path).stem.replace("-", "_")
         source = data_folder() / path
         text = source.read_text(encoding="utf-8")
-        if target.docs_suffix == ".mdx":
+        if target.rules.docs_suffix == ".mdx":
             text = prose.to_mdx(text, label=path)
-        pages[f"{target.docs_folder}/{name}{target.docs_suffix}"] = text
+        pages[f"{target.rules.docs_folder}/{name}{target.rules.docs_suffix}"] = text
     return pages
 
 
@@ -190,7 +190,7 @@ def _check_paths(target: Target, new: dict[str, str]) -> None:
 
 def _check_limits(target: Target, commits: list[Commit]) -> None:
     for commit in commits:
-        limit = target.limits.hunks_of.get(commit.name, target.limits.hunks)
+        limit = target.rules.limits.hunks_of.get(commit.name, target.rules.limits.hunks)
         if commit.lines.hunks >= limit:
             raise EngineError(
                 f"{commit.patch.name}: adds {commit.lines.hunks} lines to existing "
@@ -204,11 +204,11 @@ def _check_limits(target: Target, commits: list[Commit]) -> None:
                 f"({commit.lines}), expected at most {limit}; split the patch, or name "
                 "tests that need not go upstream on lines 'Proofs:'"
             )
-    heart = [c for c in commits if c.name in target.limits.heart]
+    heart = [c for c in commits if c.name in target.rules.limits.heart]
     total = sum(commit.lines.hunks + commit.lines.glue for commit in heart)
-    if total >= target.limits.heart_lines:
+    if total >= target.rules.limits.heart_lines:
         raise EngineError(
             f"{', '.join(c.patch.name for c in heart)}: add {total} lines of hunks and "
-            f"glue together, expected fewer than {target.limits.heart_lines}; move "
-            "code into the core"
+            f"glue together, expected fewer than {target.rules.limits.heart_lines}; "
+            "move code into the core"
         )

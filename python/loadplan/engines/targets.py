@@ -9,6 +9,7 @@ import json
 import urllib.parse
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import tomllib
 
@@ -39,32 +40,17 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Target:
-    """One pinned release of an engine.
+class Rules:
+    """What only the keepers of a series need: where tests lie, what upstream asks for.
 
-    Paths in ``files`` are relative to the folder that holds the engine's package
-    (site-packages, an unpacked wheel); ``prefix`` is that folder in the upstream
-    repository. ``unpack`` says which files of the wheel a development tree needs.
-    ``files`` maps each touched file to its pristine and patched sha256;
-    ``retired`` maps what only earlier versions of loadplan wrote to its pristine
-    sha256, or to "" where the engine has no such file. ``serve`` is a command that
-    uses the patches, ``note`` what to know before. Its tests lie in ``tests_folder``
-    here. Folders in the upstream repository, and what it asks of a commit, say what an
-    export looks like: tests in ``upstream_tests_folder``, their helpers in
-    ``helper_folder``, imported from ``helper_package``, pages in ``docs_folder`` with
-    ``docs_suffix`` (.md or .mdx), ``licence_header`` in front of new files, a sign-off
-    if ``signed_off``. ``linters``
+    Our tests of the engine lie in ``tests_folder``. Folders in the upstream repository,
+    and what it asks of a commit, say what an export looks like: tests in
+    ``upstream_tests_folder``, their helpers in ``helper_folder``, imported from
+    ``helper_package``, pages in ``docs_folder`` with ``docs_suffix`` (.md or .mdx),
+    ``licence_header`` in front of new files, a sign-off if ``signed_off``. ``linters``
     are the commands that judge its files.
     """
 
-    name: str
-    version: str
-    package: str
-    prefix: str
-    unpack: tuple[str, ...]
-    core_folder: str
-    serve: str
-    note: str
     tests_folder: str
     upstream_tests_folder: str
     helper_folder: str
@@ -75,6 +61,30 @@ class Target:
     licence_header: str
     linters: tuple[str, ...]
     limits: Limits
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """One pinned release of an engine.
+
+    Paths in ``files`` are relative to the folder that holds the engine's package
+    (site-packages, an unpacked wheel); ``prefix`` is that folder in the upstream
+    repository. ``unpack`` says which files of the wheel a development tree needs.
+    ``files`` maps each touched file to its pristine and patched sha256;
+    ``retired`` maps what only earlier versions of loadplan wrote to its pristine
+    sha256, or to "" where the engine has no such file. ``serve`` is a command that
+    uses the patches, ``note`` what to know before.
+    """
+
+    name: str
+    version: str
+    package: str
+    prefix: str
+    unpack: tuple[str, ...]
+    core_folder: str
+    serve: str
+    note: str
+    rules: Rules
     files: dict[str, dict[str, str]]
     retired: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -114,31 +124,30 @@ def load_targets() -> dict[str, Target]:
     """Every engine in ``patches/targets.toml``, by name."""
     with open(data_folder() / "patches" / "targets.toml", "rb") as file:
         table = tomllib.load(file)
-    return {
-        name: Target(
-            name=name,
-            version=entry["version"],
-            package=entry["package"],
-            prefix=entry["prefix"],
-            unpack=tuple(entry["unpack"]),
-            core_folder=entry["core_folder"],
-            serve=entry["serve"],
-            note=entry.get("note", ""),
-            tests_folder=entry["tests_folder"],
-            upstream_tests_folder=entry["upstream_tests_folder"],
-            helper_folder=entry["helper_folder"],
-            helper_package=entry["helper_package"],
-            docs_folder=entry["docs_folder"],
-            docs_suffix=entry["docs_suffix"],
-            signed_off=entry["signed_off"],
-            licence_header=entry["licence_header"],
-            linters=tuple(entry["linters"]),
-            limits=Limits(**entry["limits"]),
-            files=entry.get("files", {}),
-            retired=entry.get("retired", {}),
-        )
-        for name, entry in table.items()
-    }
+    return {name: _target(name, entry) for name, entry in table.items()}
+
+
+def _target(name: str, entry: dict[str, Any]) -> Target:
+    rules = entry["rules"]
+    return Target(
+        name=name,
+        version=entry["version"],
+        package=entry["package"],
+        prefix=entry["prefix"],
+        unpack=tuple(entry["unpack"]),
+        core_folder=entry["core_folder"],
+        serve=entry["serve"],
+        note=entry.get("note", ""),
+        rules=Rules(
+            **{
+                **rules,
+                "linters": tuple(rules["linters"]),
+                "limits": Limits(**rules["limits"]),
+            }
+        ),
+        files=entry.get("files", {}),
+        retired=entry.get("retired", {}),
+    )
 
 
 def find_target(name: str) -> Target:

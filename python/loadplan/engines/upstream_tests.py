@@ -33,7 +33,7 @@ def upstream_tests(target: Target, patch: Patch) -> dict[str, str]:
                 helpers[name] = source
                 waiting.append(source)
     moved = {
-        name: f"{target.helper_package}.{name.rpartition('.')[2]}"
+        name: f"{target.rules.helper_package}.{name.rpartition('.')[2]}"
         for name in helpers
         if not name.startswith(".")
     }
@@ -41,7 +41,7 @@ def upstream_tests(target: Target, patch: Patch) -> dict[str, str]:
         upstream_path(target, path): _upstream_test(target, file, moved)
         for path, file in files.items()
     }
-    folder = target.helper_folder
+    folder = target.rules.helper_folder
     for source in helpers.values():
         texts[f"{folder}/{source.name}"] = _upstream_test(target, source, moved)
     if helpers:
@@ -52,8 +52,8 @@ def upstream_tests(target: Target, patch: Patch) -> dict[str, str]:
 
 def upstream_path(target: Target, test: str) -> str:
     """Where upstream would hold a test file of ours."""
-    name = test.removeprefix(f"{target.tests_folder}/")
-    return f"{target.upstream_tests_folder}/{name}"
+    name = test.removeprefix(f"{target.rules.tests_folder}/")
+    return f"{target.rules.upstream_tests_folder}/{name}"
 
 
 def _helpers(file: Path) -> dict[str, Path]:
@@ -91,9 +91,9 @@ def _imports(text: str) -> list[tuple[str, list[str]]]:
 
 
 def with_header(target: Target, text: str) -> str:
-    if text.startswith(target.licence_header):
+    if text.startswith(target.rules.licence_header):
         return text
-    return f"{target.licence_header}\n\n{text}"
+    return f"{target.rules.licence_header}\n\n{text}"
 
 
 def _upstream_test(target: Target, file: Path, moved: dict[str, str]) -> str:

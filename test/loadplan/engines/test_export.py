@@ -60,13 +60,13 @@ def test_every_new_file_comes_once_with_what_needs_it_first() -> None:
         ("engram-config", "python/sglang/srt/layers/engram_config.py"),
         ("engram-config", "docs_new/docs/advanced_features/engram_config.mdx"),
         ("safetensors-headers", f"python/{TARGET.core_folder}/__init__.py"),
-        ("load-plan", f"{TARGET.helper_folder}/simple.py"),
-        ("load-plan", f"{TARGET.helper_folder}/small_loads.py"),
+        ("load-plan", f"{TARGET.rules.helper_folder}/simple.py"),
+        ("load-plan", f"{TARGET.rules.helper_folder}/small_loads.py"),
     ):
         assert path in by_name[name], path
     for path, text in (item for new in by_name.values() for item in new.items()):
         if path.startswith("python/sglang/srt/"):
-            assert text.startswith(f"{TARGET.licence_header}\n\n"), path
+            assert text.startswith(f"{TARGET.rules.licence_header}\n\n"), path
         assert "pytest.mark" not in text, path
 
 
@@ -126,14 +126,17 @@ def test_mail_past_a_persons_patience_is_refused(
 
 def limited(**changes: object):
     limits = Limits(hunks=25, hunks_of={"engram-config": 60}, heart=(), heart_lines=1)
-    return dataclasses.replace(TARGET, limits=dataclasses.replace(limits, **changes))
+    rules = dataclasses.replace(
+        TARGET.rules, limits=dataclasses.replace(limits, **changes)
+    )
+    return dataclasses.replace(TARGET, rules=rules)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"hunks_of": {}}, r"engram-config.patch: adds \d+ lines .* fewer than 25"),
-        ({"hunks": 11}, r"host-resident-weights.patch: adds \d+ lines"),
+        ({"hunks": 11}, r"reload-rollback.patch: adds \d+ lines"),
         (
             {"heart": ("host-resident-weights",), "heart_lines": 100},
             r"host-resident-weights.patch: add \d+ lines .* fewer than 100",
@@ -197,7 +200,7 @@ def test_test_loses_our_marks_and_finds_its_helpers(tmp_path: Path) -> None:
         "loadplan.standin.gpu": "sglang.test.own.gpu",
     }
     assert upstream_tests._upstream_test(TARGET, file, moved) == (
-        f"{TARGET.licence_header}\n\n"
+        f"{TARGET.rules.licence_header}\n\n"
         "import unittest\n\nimport torch\n\nfrom sglang.srt.x import x\n"
         "from sglang.test.ci import y\nfrom sglang.test.own.gpu import a\n"
         "from sglang.test.own.helper import (\n    b,\n    c,\n)\n"

@@ -26,7 +26,7 @@ LAST_PATCH = "patches/sglang/draft-weights.patch"
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout with its pristine and its patched tree, of the touched files only."""
     clone = tmp_path_factory.mktemp("original") / "clone"
-    tests = [target.tests_folder for target in load_targets().values()]
+    tests = [target.rules.tests_folder for target in load_targets().values()]
     for folder in ("python", "patches", "docs", "tools", *tests):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, clone / folder, ignore=ignore)

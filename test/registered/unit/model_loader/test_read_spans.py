@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from small_loads import SmallLoads, tensors_of
+from small_loads import SmallLoads, raw, tensors_of
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -58,11 +58,12 @@ class TestReadSpans(SmallLoads):
     @pytest.mark.feature
     def test_tensor_of_many_pieces_is_exact(self):
         # Turns red when what several threads read is put together wrong.
-        large = torch.arange(5 << 20).view(torch.uint8)
+        large = torch.arange(2 << 20).view(torch.uint8)
         tensors = tensors_of("l.table.weight", "yy") | {"x": large}
         expected = self.write(a=tensors, b=tensors_of("w"))
         found, reads = self.load_counted()
-        self.assert_exact(found, expected)
+        # Not assertEqual: it would print them.
+        self.assertTrue({n: raw(t) for n, t in found.items()} == expected)
         self.assertEqual(sum(nbytes for _, nbytes in reads), large.nbytes + 64)
         self.assertGreater(len(reads), 1)
 

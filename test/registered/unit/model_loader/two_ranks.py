@@ -6,6 +6,7 @@ import queue
 import tempfile
 from types import SimpleNamespace
 
+import torch
 import torch.distributed as dist
 
 from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -20,6 +21,7 @@ def load_group():
 
 
 def _main(rank, meet, work, results):
+    torch.set_num_threads(1)  # The parent's other threads are not in a fork.
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
     try:
         outcome = SimpleNamespace(result=work(rank), error=None)
