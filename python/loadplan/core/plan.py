@@ -144,13 +144,10 @@ def make_plan(
         hindered |= obstacles(whole)
     entries: list[PlannedTensor] = []
     for file in files:
-        reason = hindered[file.path]
-        entries += (
-            entry._replace(route=Route.READ, reason=reason)
-            if reason and entry.route is Route.STREAM
-            else entry
-            for entry in routed[file.path]
-        )
+        for entry in routed[file.path]:
+            if hindered[file.path] and entry.route is Route.STREAM:
+                entry = entry._replace(route=Route.READ, reason=hindered[file.path])
+            entries.append(entry)
     return LoadPlan(entries=tuple(entries), promised=promised)
 
 
