@@ -16,10 +16,6 @@ from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer
 MODE = "INSTANTTENSOR_DRAFT_LOADER"
 
 
-class Draft:
-    """A draft's class that declares nothing."""
-
-
 class DeclaringDraft:
     def is_unused_checkpoint_weight(self, name):
         return False
@@ -31,7 +27,7 @@ def draft_class(monkeypatch):
     monkeypatch.setattr(utils, "get_model_cls", lambda config: config.cls)
 
 
-def engine(*, own=False, explicit=None, stages=1, cls=Draft):
+def engine(*, own=False, explicit=None, stages=1, cls=object):
     """A target with a draft from its checkpoint, or with one of its own."""
     target, draft = (
         SimpleNamespace(model=model, revision=None, cls=cls)
