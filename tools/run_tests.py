@@ -44,6 +44,7 @@ FOLDERS = (
 # Files whose tests are dealt out to so many processes.
 PARTS = {
     "test/proof/test_engine_tests_bite.py": 12,
+    "test/proof/test_export_in_upstream.py": 3,
     "test/loadplan/project/test_maintenance.py": 2,
 }
 # What covers most for its time: no whole loads, a few quick files of each engine.
@@ -79,7 +80,7 @@ _CLOSING = re.compile(r"^=*\s*((?:\d+ [a-z ]+, )*\d+ [a-z ]+) in [\d.]+s.*$")
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One pytest process: a file, or every ``parts``-th test of it from ``part``."""
+    """One pytest process: a file, or one of so many parts of it; see pytest_part."""
 
     path: str
     part: int = 0

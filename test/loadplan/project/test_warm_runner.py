@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import pytest_part
 import run_tests
 import warm
 import warm_server
@@ -154,3 +156,16 @@ def test_every_test_file_is_run_once() -> None:
     assert files == present
     assert files.issuperset(run_tests.PARTS)
     assert all((run_tests.ROOT / path).exists() for path in run_tests.CHECK)
+
+
+@pytest.mark.parametrize(("tests", "parts"), [(7, 3), (12, 12), (20, 1)])
+def test_parts_of_a_file_are_all_of_it(tests: int, parts: int) -> None:
+    """Red when a test falls between two parts, or is run twice."""
+    found = []
+    for part in range(parts):
+        items = list(range(tests))
+        config = SimpleNamespace(getoption=lambda _, part=part: f"{part}/{parts}")
+        pytest_part.pytest_collection_modifyitems(config, items)
+        assert items
+        found += items
+    assert found == list(range(tests))
