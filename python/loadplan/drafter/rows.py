@@ -50,8 +50,7 @@ class Capture:
             for row in range(low, high, size):
                 number = min(size, high - row)
                 at = tensor.begin + row * stride
-                part = dataclasses.replace(
-                    tensor,
+                part = tensor._replace(
                     shape=(number, width),
                     begin=at,
                     end=at + number * stride,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,8 +43,7 @@ def read_rows(
     if rows is not None:
         begin, end = rows
         stride = (tensor.end - tensor.begin) // tensor.shape[0]
-        tensor = dataclasses.replace(
-            tensor,
+        tensor = tensor._replace(
             shape=(end - begin, *tensor.shape[1:]),
             begin=tensor.begin + begin * stride,
             end=tensor.begin + end * stride,

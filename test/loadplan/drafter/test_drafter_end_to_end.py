@@ -71,7 +71,11 @@ def test_from_checkpoint_to_variant(
         (["drafter"], 2, "STEP"),
         (["drafter", "captur"], 2, "did you mean 'capture'"),
         (["drafter", "verify", "x", "--sourc", "y"], 2, "did you mean '--source'"),
-        (["drafter", "capture", "x", "--rows", "0"], 2, "expected 1 or more"),
+        (
+            ["drafter", "capture", "x", "--rows", "0"],
+            2,
+            "expected a whole number from 1 to",
+        ),
         (["drafter", "verify", "nowhere"], 1, "nowhere: no folder"),
         (["drafter", "variant", "x", "nowhere/y", "--head", "z"], 1, "folder is missi"),
     ],
