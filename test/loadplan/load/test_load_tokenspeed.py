@@ -37,7 +37,7 @@ def test_apply_tells_which_libraries_work_and_revert_takes_all_back(
     assert cli.main(["apply", "tokenspeed", "--target", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "NOTE InstantTensor 0.1.9 and 0.2.2 both work" in printed
-    assert "Next: tokenspeed serve MODEL --load-format instanttensor" in printed
+    assert "from there: tokenspeed serve MODEL --load-format instanttensor" in printed
     assert cli.main(["revert", "tokenspeed", "--target", str(tmp_path)]) == 0
     files = {path for path in tmp_path.rglob("*") if path.is_file()}
     found = {p.relative_to(tmp_path).as_posix(): p.read_bytes() for p in files}
@@ -87,11 +87,17 @@ def test_load_proves_tables_in_mixed_shards(
     assert report["routes"]["stream"]["files"] > 0
 
 
-@pytest.mark.parametrize("config", ['{"placement": "disk"}', '{"lookup": "peer_read"}'])
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"placement": "disk"}', "placement is 'disk'; expected"),
+        ('{"lookup": "peer_read"}', "expected for TokenSpeed only a placement"),
+    ],
+)
 def test_what_tokenspeed_does_not_have_is_refused(
-    checkpoint: Path, config: str
+    checkpoint: Path, config: str, message: str
 ) -> None:
     """Red when an option of another engine is taken and ignored."""
     result = load(checkpoint, "--engram-config", config)
     assert result.returncode == 1
-    assert "expected for TokenSpeed only a placement" in result.stderr
+    assert message in result.stderr
