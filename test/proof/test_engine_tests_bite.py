@@ -216,11 +216,14 @@ def test_fork_and_fresh_process_agree(tmp_path: Path, engine: str) -> None:
 
     Each day another hunk: all tests of the file that finds it, both ways.
     """
-    mine = [hunk for hunk in hunks() if hunk[0] == engine]
-    hunk = mine[datetime.date.today().toordinal() % len(mine)]
-    tree = mutate(tmp_path, *hunk)
-    key = killer_key(engine, hunk[2], find_hunk(*hunk))
-    killer = KILLERS.get(key, all_tests(TARGETS[engine])[0])
+    killers = {
+        hunk: KILLERS.get(killer_key(engine, hunk[2], find_hunk(*hunk)))
+        for hunk in hunks()
+        if hunk[0] == engine
+    }
+    known = [hunk for hunk, killer in killers.items() if killer]
+    hunk = known[datetime.date.today().toordinal() % len(known)]
+    tree, killer = mutate(tmp_path, *hunk), killers[hunk]
     tests = [killer.partition("::")[0]]
     forked = outcomes(tree, tests, tmp_path / "forked.json")
     fresh = outcomes(tree, tests, tmp_path / "fresh.json", fresh=True)
