@@ -52,7 +52,8 @@ def outcomes(
     """How each test ended on the tree, by its id; see outcomes.py."""
     plugin = ["-p", "outcomes", "--outcomes", str(written)]
     result = run_tests(tree, tests, *plugin, fresh=fresh)
-    assert written.exists(), result.stdout + result.stderr
+    # Another code: nothing ran, for a file is missing or cannot be collected.
+    assert result.returncode in (0, 1), result.stdout + result.stderr
     return json.loads(written.read_text())
 
 
