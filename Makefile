@@ -5,8 +5,8 @@ VENV := .venv
 RUN := PYTHONPATH=$(CURDIR)/python $(VENV)/bin/python
 ENGINES := build/engines
 
-# Tests run in this many processes.
-JOBS ?= 2
+# Tests run in this many processes: one more than cores, for some wait for a time-out.
+JOBS ?= 3
 
 # The environment is brought up to date when the pins changed.
 STAMP := $(VENV)/.stamp-$(shell sha256sum requirements.txt | cut -c1-16)

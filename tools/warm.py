@@ -49,6 +49,9 @@ def modules_file() -> Path:
 @contextlib.contextmanager
 def server() -> Iterator[None]:
     """A server for the jobs of this process and of those that it starts."""
+    if os.environ.get(SETTING) == "off":
+        yield
+        return
     with tempfile.TemporaryDirectory(prefix="warm") as folder:
         path = str(Path(folder, "socket"))
         script = Path(__file__).with_name("warm_server.py")

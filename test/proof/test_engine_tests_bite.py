@@ -52,7 +52,8 @@ def outcomes(
     """How each test ended on the tree, by its id; see outcomes.py."""
     plugin = ["-p", "outcomes", "--outcomes", str(written)]
     result = run_tests(tree, tests, *plugin, fresh=fresh)
-    assert written.exists(), result.stdout + result.stderr
+    # Another code: nothing ran, for a file is missing or cannot be collected.
+    assert result.returncode in (0, 1), result.stdout + result.stderr
     return json.loads(written.read_text())
 
 
@@ -216,11 +217,14 @@ def test_fork_and_fresh_process_agree(tmp_path: Path, engine: str) -> None:
 
     Each day another hunk: all tests of the file that finds it, both ways.
     """
-    mine = [hunk for hunk in hunks() if hunk[0] == engine]
-    hunk = mine[datetime.date.today().toordinal() % len(mine)]
-    tree = mutate(tmp_path, *hunk)
-    key = killer_key(engine, hunk[2], find_hunk(*hunk))
-    killer = KILLERS.get(key, all_tests(TARGETS[engine])[0])
+    killers = {
+        hunk: KILLERS.get(killer_key(engine, hunk[2], find_hunk(*hunk)))
+        for hunk in hunks()
+        if hunk[0] == engine
+    }
+    known = [hunk for hunk, killer in killers.items() if killer]
+    hunk = known[datetime.date.today().toordinal() % len(known)]
+    tree, killer = mutate(tmp_path, *hunk), killers[hunk]
     tests = [killer.partition("::")[0]]
     forked = outcomes(tree, tests, tmp_path / "forked.json")
     fresh = outcomes(tree, tests, tmp_path / "fresh.json", fresh=True)

@@ -15,6 +15,9 @@ import run_tests
 import warm
 import warm_server
 
+forks_only = pytest.mark.skipif(
+    os.environ.get(warm.SETTING) == "off", reason="every job is a fresh process"
+)
 HELLO = "import loadplan, os, sys; print(loadplan.__file__, os.getcwd(), sys.argv)"
 
 
@@ -73,6 +76,7 @@ def test_processes_are_our_own_children():
 """
 
 
+@forks_only
 def test_processes_of_multiprocessing_begin_as_forks(tmp_path: Path) -> None:
     """Red when each rank of a test imports torch again, or gets another world."""
     (tmp_path / "spawning.py").write_text(SPAWN)
@@ -89,6 +93,7 @@ def test_processes_of_multiprocessing_begin_as_forks(tmp_path: Path) -> None:
     assert warm.run(job, fresh=True, **options).returncode == 1
 
 
+@forks_only
 def test_job_that_takes_too_long_is_killed_with_what_it_started(tmp_path: Path) -> None:
     """Red when a test that hangs keeps a rank alive behind it."""
     code = (
