@@ -21,7 +21,13 @@ import pytest
 import warm
 
 from loadplan.engines.apply import revert
-from loadplan.engines.series import Hunk, read_series
+from loadplan.engines.series import (
+    Hunk,
+    apply_hunks,
+    read_series,
+    reverse_hunks,
+)
+from loadplan.engines.stages import changed_files, own_stages
 from loadplan.engines.targets import Target, load_targets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +94,9 @@ def hunks() -> list[tuple[str, str, str, int]]:
         for target in TARGETS.values()
         for patch in read_series(target.patches)
         for path, found in patch.hunks.items()
-        for index in range(len(found))
+        for index, hunk in enumerate(found)
+        # What glue only loses there is unused then; the engine's linter says so.
+        if changed_lines(hunk)[1] or path not in changed_files(target, patch)
     ]
 
 
@@ -160,7 +168,15 @@ def mutate(folder: Path, engine: str, name: str, path: str, index: int) -> Path:
     target, tree = TARGETS[engine], folder / "tree"
     shutil.copytree(TREES / engine / "patched", tree, copy_function=os.link)
     file = tree / path.removeprefix(target.prefix)
-    text = without(file.read_text(), find_hunk(engine, name, path, index))
+    series = read_series(target.patches)
+    place = [patch.name for patch in series].index(name)
+    if path in changed_files(target, series[place]):
+        # Later patches change it again: this is the form that the patch gave it.
+        text = own_stages(target, series)[place][path]
+        hunk = reverse_hunks(series[place].hunks[path])[index]
+        text = apply_hunks(text, (hunk,), label=name)
+    else:
+        text = without(file.read_text(), find_hunk(engine, name, path, index))
     file.unlink()
     file.write_text(text)
     for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
@@ -193,10 +209,13 @@ def test_without_one_hunk_an_engine_test_fails(
     (patch,) = [p for p in read_series(target.patches) if p.name == name]
     named = patch.tests
     others = [test for test in all_tests(target) if test not in named]
+    if path in changed_files(target, patch):
+        # The others need what later patches make of the file.
+        named, others = patch.trailers("Tests"), []
     key = killer_key(engine, path, patch.hunks[path][index])
     killer = KILLERS.get(key)
     rounds = [[killer]] if killer else []
-    for tests in (*rounds, named, others):
+    for tests in filter(None, (*rounds, named, others)):
         result = run_tests(tree, tests, "-x")
         if found := failure(result):
             record_killer(key, found)

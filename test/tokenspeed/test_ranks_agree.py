@@ -5,6 +5,7 @@ first one told it.
 """
 
 import dataclasses
+import sys
 import unittest
 from types import SimpleNamespace
 from unittest import mock
@@ -68,6 +69,19 @@ class TestRanksAgree(SmallLoads):
         self.write(a=tensors_of("x"))
         with self.assertRaisesRegex(ValueError, "rank 1 of 2 is at 'the end'"):
             self.load()
+
+    @pytest.mark.feature
+    def test_rank_without_the_library_tells_the_others(self):
+        # Turns red when it raises by itself and leaves the others waiting.
+        self.write(a=tensors_of("x"))
+        text = ""
+        with mock.patch.dict(sys.modules, instanttensor=None):
+            try:
+                self.load()
+            except Exception as error:
+                text = str(error)
+        self.assertIn("InstantTensor cannot be imported", text)
+        self.assertEqual(self.steps, ["the headers"])
 
     @pytest.mark.feature
     def test_least_memory_of_the_ranks_decides_for_all(self):

@@ -8,6 +8,7 @@ first one told it.
 
 import contextlib
 import dataclasses
+import sys
 from types import SimpleNamespace
 from unittest import mock
 
@@ -76,6 +77,20 @@ class TestRanksAgree(SmallLoads):
             return "the end of the load", error, result
 
         assert "rank 1 of 2 is at 'the end of the load'" in self.failure(answer)
+
+    @pytest.mark.feature
+    def test_rank_without_the_library_tells_the_others(self):
+        # Turns red when it raises by itself and leaves the others waiting.
+        self.ranks(GROUP)
+        self.write(a=tensors_of("x"))
+        text = ""
+        with peer(same) as steps, mock.patch.dict(sys.modules, instanttensor=None):
+            try:
+                self.load()
+            except Exception as error:
+                text = str(error)
+        assert "InstantTensor cannot be imported" in text
+        assert steps == ["the headers"]
 
     @pytest.mark.feature
     def test_least_memory_of_the_ranks_decides_for_all(self):

@@ -86,7 +86,7 @@ FAULTS = [
     (LOADER_PATCH, "feat(loader): k", "K", "expected '[PATCH] type(scope)"),
     (LOADER_PATCH, "2026-11-29\nReason", "soon\nReason", "Last-Update is no date"),
     (LOADER_PATCH, "Tests: test/", "Tests: nowhere/", "no such file"),
-    (LOADER_PATCH, "model_loader/loadplan/\n", "x/\n", "expected one line 'Adds:'"),
+    (LOADER_PATCH, "planned_weights.py\nTouches", "x.py\nTouches", "line 'Adds:'"),
     (
         LOADER_PATCH,
         "@@ -110,",
@@ -182,9 +182,11 @@ def test_recipe_for_a_new_release(clone: Path) -> None:
 
     shutil.copytree(pristine, engines / "patched")
     for patch in read_series(TARGET.patches):
+        hunks = run(clone, "upstream_hunks.py", "sglang", patch.name)
         subprocess.run(
             ["patch", "--silent", "-p2", "-d", str(engines / "patched")],
-            stdin=(clone / "patches" / "sglang" / patch.name).open(),
+            input=hunks.stdout,
+            text=True,
             check=True,
         )
     for orig in engines.rglob("*.orig"):

@@ -1,6 +1,7 @@
 """Ranks that load together agree on one plan, and fail together."""
 
 import shutil
+import sys
 import unittest
 from pathlib import Path
 
@@ -25,10 +26,12 @@ class TestRanksAgree(SmallLoads):
         shutil.copytree(self.first, self.second)
         return Path(self.second, "a.safetensors")
 
-    def loads(self, free_memory=(80 << 30, 80 << 30), patterns=None):
+    def loads(self, free_memory=(80 << 30, 80 << 30), patterns=None, lacking=None):
         def load(rank):
             self.folder = (self.first, self.second)[rank]
             self.seen = self.gpu(free_memory=free_memory[rank])
+            if rank == lacking:
+                sys.modules["instanttensor"] = None
             found = self.load(patterns, load_group=load_group())
             on_device = [name for name, t in found.items() if self.seen.on_device(t)]
             return {name: raw(t) for name, t in found.items()}, on_device
@@ -54,6 +57,14 @@ class TestRanksAgree(SmallLoads):
         self.write(a=tensors_of("x"))
         self.copy().write_bytes(b"")
         self.assert_errors(self.loads(), "rank 1 of 2 failed: ", "a.safetensors")
+
+    @pytest.mark.feature
+    def test_rank_without_the_library_ends_both(self):
+        # Turns red when it raises by itself and leaves the other one waiting.
+        self.write(a=tensors_of("x"))
+        self.copy()
+        text = "InstantTensor cannot be imported"
+        self.assert_errors(self.loads(lacking=1), f"LoadPlanError: {text}", text)
 
     @pytest.mark.feature
     def test_least_room_of_all_devices_counts(self):
