@@ -1,9 +1,12 @@
 """Ranks that load together agree on one plan, and fail together."""
 
+import importlib.util
 import shutil
 import sys
 import unittest
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +16,8 @@ from two_ranks import load_group, on_two_ranks
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
+
+GLUE = "sglang.srt.model_loader.planned_weights"
 
 
 class TestRanksAgree(SmallLoads):
@@ -84,6 +89,23 @@ class TestRanksAgree(SmallLoads):
 
         told = "LoadPlanError: rank 1 of 2 failed: ZeroDivisionError"
         self.assert_errors(on_two_ranks(self, step), told, "ZeroDivisionError")
+
+    @pytest.mark.feature
+    def test_file_that_one_rank_loses_after_the_plan_ends_both(self):
+        # Turns red when the healthy rank takes its load for a whole one.
+        self.write(a=tensors_of("l.table.weight", "yy"))
+        path = self.copy()
+        if glue := importlib.util.find_spec(GLUE):
+            glue = importlib.import_module(GLUE)
+            cut = partial(self.cut_on_second, path, glue.log_plan)
+            self.stack.enter_context(mock.patch.object(glue, "log_plan", cut))
+        ranks = self.loads(patterns=(".table.",))
+        self.assert_errors(ranks, "rank 1 of 2 failed: ShortFileError", "ends at byte")
+
+    def cut_on_second(self, path, log_plan, plan, **options):
+        log_plan(plan, **options)
+        if dist.get_rank() == 1:
+            path.write_bytes(b"")
 
     @pytest.mark.guard(mutation="the plans of two ranks are never equal")
     def test_ranks_that_agree_get_all_bytes(self):
