@@ -15,6 +15,9 @@ for folder in ("loadplan", "gpu", "proof", "tokenspeed", "vllm"):
 sys.path.insert(0, str(HERE / "registered" / "unit" / "model_loader"))
 sys.path.insert(0, str(HERE.parent / "tools"))
 
+# vLLM's own switch; it looks once, when it is first imported.
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+
 _session = contextlib.ExitStack()
 
 if os.environ.get("LOADPLAN_TEST_GPU") == "real":

@@ -36,6 +36,16 @@ class TestTableRows(SmallLoads):
         self.write(a={"weight": BYTES.view(FP8), "scale": scale})
         self.path = str(self.folder / "a.safetensors")
 
+    @pytest.mark.feature
+    def test_host_tensor_of_a_load_carries_its_rows(self):
+        # Turns red when a weight loader can only copy from a memory map.
+        weight = self.load(patterns=("weight",))["weight"]
+        source = getattr(weight, "row_source", None)
+        self.assertIsNotNone(source)
+        rows = torch.zeros(3, 4, dtype=torch.uint8).view(FP8)
+        source.read_rows_into(rows, 5)
+        self.assertEqual(raw(rows), raw(BYTES[5:8].view(FP8)))
+
     def fill(self, table):
         """Fill a table as the model does; what was read, and given back."""
         given_back, fadvise = [], os.posix_fadvise
