@@ -71,7 +71,7 @@ def refresh(name: str) -> None:
             diffs.append(diff(path, before[path], after))
             before[path] = after
         header = applies_to(target, patch)
-        text = header + "\n" + "".join(diffs)
+        text = "\n".join([header, "".join(diffs)]) if diffs else header
         (target.patches / patch.name).write_text(text, encoding="utf-8")
     for path, text in before.items():
         hashes[path]["patched"] = sha256(text.encode())

@@ -72,7 +72,7 @@ STRANGERS = [
     (holding("a", "b", "c", "d"), "'a', 'b', 'c' and 1 more, .* the right folder"),
     (fifo, "a FIFO, expected a folder"),
     (dangling, "a link to 'gone', which is not there"),
-    (lambda folder: Path("/dev/zero"), "/dev/zero: a character device, expected a fo"),
+    (lambda folder: Path("/dev/zero"), "/dev/zero: a character device, expected a"),
     (lambda folder: Path("org-1/Model-v4.1"), "repository id of a model hub.*hf downl"),
     (lambda folder: Path("nowhere"), "nowhere: no such folder or file, expected"),
     (
@@ -164,7 +164,7 @@ def test_file_of_the_index_that_engines_pass_over_is_told(
     shard(tmp_path)
     shard((tmp_path / odd).parent, Path(odd).name, "b")
     index(tmp_path, {"a": "model.safetensors", "b": odd, "c": odd})
-    with pytest.raises(LoadPlanError, match=f"'{odd}' first, so that 2 tensor.s. woul"):
+    with pytest.raises(LoadPlanError, match=f"'{odd}' first, so that 2 tensor.s."):
         read_checkpoint([tmp_path])
 
 

@@ -138,7 +138,7 @@ def test_sizes_are_read_in_binary_units() -> None:
         *(8, 1 << 10, 3 << 19, 24 << 30, 1 << 30, 2 << 40)
     ]
     for text in ("512", "1.5", "0B", "3T", "0.1B"):
-        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' given, expec"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' given"):
             size(text)
 
 
